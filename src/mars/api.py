@@ -1,0 +1,123 @@
+"""What a person calls: `load` a model, then ``generate`` or ``stream``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import cast, overload
+
+import torch
+
+from mars.decoding.decoder import Decoder, require_masks
+from mars.decoding.request import Generation, Request
+from mars.method.dials import Dial
+from mars.method.sampling import Sampling
+from mars.method.windows import Shape
+from mars.models import Checkpoint, Settings, load_checkpoint
+from mars.models.builtin import NAME as DEFAULT_MODEL
+from mars.models.checkpoint import Messages, Prompt
+
+
+def load(
+    name: str | Path = DEFAULT_MODEL,
+    *,
+    adapter: str | Path | None = None,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+) -> Model:
+    """Load a hub id, a local folder, a local GGUF file, an adapter folder, or the built-in ``smollm2-135m``."""
+    return Model(load_checkpoint(name, adapter=adapter, device=device, dtype=dtype))
+
+
+class Model:
+    """A model ready to write. Everything it is told about decoding is per call."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+
+    @property
+    def settings(self) -> Settings | None:
+        return self.checkpoint.settings
+
+    @overload
+    def generate(self, prompt: str | Messages | Sequence[int], **options: object) -> Generation: ...
+    @overload
+    def generate(self, prompt: Sequence[str] | Sequence[Messages], **options: object) -> list[Generation]: ...
+    def generate(self, prompt, **options):  # type: ignore[no-untyped-def]
+        """Answer one prompt, or a list of prompts as one batch.
+
+        A prompt is text, a list of messages, or a list of token ids; the options are those of `request`.
+        """
+        prompts = prompt if _is_batch(prompt) else [prompt]
+        answers = Decoder(self.checkpoint, [self.request(each, **options) for each in prompts]).finish()
+        return answers if _is_batch(prompt) else answers[0]
+
+    def stream(self, prompt: Prompt, **options: object) -> Stream:
+        """Answer one prompt piece by piece; see `Stream`."""
+        return Stream(self.checkpoint, self.request(prompt, **options))  # type: ignore[arg-type]
+
+    def request(
+        self,
+        prompt: Prompt,
+        *,
+        dial: str | Dial | None = None,
+        max_new_tokens: int = 256,
+        system: str | None = None,
+        stop: str | Sequence[str] = (),
+        window: str | Shape = "chain",
+        block_size: int | None = None,
+        sampling: Sampling | None = None,
+        **sampling_options: object,
+    ) -> Request:
+        """Put a prompt and options into a request.
+
+        ``dial``: see `mars.method.dials`; by default the checkpoint's own. ``window``: ``chain``, ``tree`` or
+        ``tree=N``. ``block_size``: tokens one forward predicts, by default what the model was trained with.
+        Further options are those of `Sampling`: temperature, top_k, top_p, min_p, seed, …
+        """
+        settings = self.settings
+        return Request(
+            prompt=self.checkpoint.encode(prompt, system),
+            dial=Dial.parse(dial or (settings.dial if settings else "one-token")),
+            sampling=sampling or Sampling(**sampling_options),  # type: ignore[arg-type]
+            max_new_tokens=max_new_tokens,
+            stop=(stop,) if isinstance(stop, str) else stop,
+            block_size=block_size or (settings.block_size if settings else 1),
+            shape=Shape.parse(window),
+        )
+
+
+class Stream(Iterator[str]):
+    """Text as it is written, one piece per forward. The dial may be turned between two pieces."""
+
+    def __init__(self, checkpoint: Checkpoint, request: Request) -> None:
+        self._checkpoint = checkpoint
+        self._decoder = Decoder(checkpoint, [request])
+        self._request = request
+
+    @property
+    def dial(self) -> Dial:
+        return self._request.dial
+
+    @dial.setter
+    def dial(self, dial: str | Dial) -> None:
+        parsed = Dial.parse(dial)
+        require_masks(self._checkpoint, parsed)
+        self._request.dial = parsed
+
+    @property
+    def result(self) -> Generation:
+        """The whole answer; runs to its end if it is not there yet."""
+        return self._decoder.finish()[0]
+
+    def __next__(self) -> str:
+        if not self._decoder.running:
+            raise StopIteration
+        self._decoder.step()
+        return self._decoder.answers[0].pieces[-1]
+
+
+def _is_batch(prompt: object) -> bool:
+    """Is this a list of prompts rather than one prompt, that is, a list of texts or of lists?"""
+    items = cast("Sequence[object]", prompt)
+    return not isinstance(prompt, str) and bool(items) and not isinstance(items[0], dict | int)

@@ -1,0 +1,125 @@
+"""Attention of a window over a row's cached prefix and itself, plugged into transformers' attention interface.
+
+A model switched to the implementation `NAME` builds no mask of its own and passes every extra keyword argument of its
+call down to `attend`, so a forward brings its own cache and visibility as the keyword ``windows``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+
+from mars.decoding.cache import Cache
+from mars.method.windows import WindowBatch
+
+NAME = "mars_windows"
+
+
+@dataclass(slots=True)
+class WindowAttention:
+    """Where one forward's windows sit: in the cache, in the text, and in each other's sight."""
+
+    cache: Cache
+    batch: WindowBatch
+    cursors: Tensor
+    """(rows,): how much of each row's cache is valid"""
+    length: int
+    """Slots in use by the longest row, this forward's included"""
+    slots: Tensor = field(init=False)
+    positions: Tensor = field(init=False)
+    _masks: dict[tuple[int | None, int], Tensor] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        width = self.batch.tokens.shape[1]
+        index = torch.arange(width, device=self.cursors.device) - self.batch.padding[:, None]
+        self.slots = torch.where(index < 0, self.cache.trash, self.cursors[:, None] + index)
+        self.positions = torch.where(index < 0, 0, self.cursors[:, None] + self.batch.offsets)
+
+    def mask(self, sliding: int | None, groups: int) -> Tensor:
+        """(rows, 1, groups x width, length): which slots a query sees; ``groups`` query heads share a key head."""
+        key = (sliding, groups)
+        if key not in self._masks:
+            visible = self._causal() if self.batch.visible is None else self._tree(self.batch.visible)
+            if sliding is not None:
+                visible &= self.positions[:, :, None] - self._slot_positions()[:, None] < sliding
+            visible[:, :, 0] |= self.slots == self.cache.trash  # padding sees one slot: a softmax needs something
+            self._masks[key] = visible.repeat(1, groups, 1)[:, None]
+        return self._masks[key]
+
+    def _causal(self) -> Tensor:
+        last = torch.where(self.slots == self.cache.trash, -1, self.slots)
+        return torch.arange(self.length, device=last.device) <= last[:, :, None]
+
+    def _tree(self, visible: Tensor) -> Tensor:
+        prefix = torch.arange(self.length + 1, device=visible.device) < self.cursors[:, None]
+        seen = prefix[:, None].repeat(1, visible.shape[1], 1)
+        return seen.scatter_(2, self._columns()[:, None].expand_as(visible), visible)[:, :, :-1]
+
+    def _slot_positions(self) -> Tensor:
+        positions = torch.arange(self.length + 1, device=self.slots.device).repeat(len(self.slots), 1)
+        return positions.scatter_(1, self._columns(), self.positions)[:, :-1]
+
+    def _columns(self) -> Tensor:
+        """Slots as columns of a table that has one spare column for the padding."""
+        return self.slots.clamp(max=self.length)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    windows: WindowAttention,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attend (rows, heads, width, size) queries; heads that share keys are folded so each key is read once."""
+    key, value = windows.cache.write(module.layer_idx, key, value, windows.slots, windows.length)  # type: ignore[arg-type]
+    rows, heads, width, size = query.shape
+    shared = key.shape[1]
+    folded = query.reshape(rows, shared, heads // shared * width, size)
+    mask = windows.mask(sliding_window, heads // shared)
+    if softcap is None and s_aux is None:
+        out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    else:
+        sinks = None if s_aux is None else s_aux.view(1, shared, -1, 1).repeat_interleave(width, 2)
+        out = _spelled_out(folded, key, value, mask, scaling or size**-0.5, softcap, sinks)
+    return out.reshape(rows, heads, width, -1).transpose(1, 2).contiguous(), None
+
+
+def _spelled_out(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attention with a cap on the scores (Gemma 2) or an extra score that attends to nothing (gpt-oss)."""
+    scores = query @ key.mT * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -torch.inf).float()
+    if sinks is None:
+        return scores.softmax(-1).to(value.dtype) @ value
+    scores = torch.cat([scores, sinks.float().expand(*scores.shape[:3], 1)], -1)
+    return scores.softmax(-1)[..., :-1].to(value.dtype) @ value
+
+
+AttentionInterface.register(NAME, attend)
+
+
+@contextmanager
+def own_attention(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Lend the model with transformers' own attention: for its ``generate`` and for decoding without our cache."""
+    model.set_attn_implementation("eager" if not model._supports_sdpa else "sdpa")
+    try:
+        yield model
+    finally:
+        model.set_attn_implementation(NAME)

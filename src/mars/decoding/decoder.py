@@ -1,0 +1,215 @@
+"""The plain decoder: a batch of requests, one forward at a time, each row at its own pace.
+
+It is the oracle for every faster path, so it prefers being obviously right: windows are laid out on the host, and
+what the forward decided comes back in one small copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mars.decoding.attention import NAME, WindowAttention
+from mars.decoding.cache import Cache
+from mars.decoding.request import Answer, Generation, Request
+from mars.errors import MarsError
+from mars.method.dials import Decision, Dial, DialBatch, decide
+from mars.method.sampling import Sampling, SamplingBatch
+from mars.method.windows import Window, WindowBatch, lay_out, stack
+from mars.models.checkpoint import Checkpoint
+
+PREFILL_CHUNK = 512
+"""Prompt tokens per row and forward, so that a long prompt does not need a huge attention mask"""
+
+
+def require_masks(checkpoint: Checkpoint, dial: Dial) -> None:
+    """Raise if the dial needs masks and the model was never taught to read them."""
+    if dial.uses_masks and checkpoint.settings is None:
+        raise MarsError(
+            f"{checkpoint.name} has no MARS settings, so it decodes one token at a time: use the dial one-token, "
+            f"or teach it {dial.kind} with `mars train` (see docs/training.md)"
+        )
+
+
+class Row:
+    """A request's place in the batch: its cursor in the cache and what it feeds next."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.dial = answer.request.dial
+        self.cursor = 0
+        self.sure = list(answer.request.prompt)
+        self.claims: list[int] = []
+        self.settled = True
+        """Were the claims emitted already, unchecked?"""
+
+    def window(self, mask: int | None) -> Window:
+        request = self.answer.request
+        self.dial = request.dial
+        if not self.settled and not self.dial.checks:
+            self.claims, self.settled = [], True  # the dial was turned: nobody will check these
+        if mask is None or not self.dial.uses_masks:
+            return lay_out(self.sure, self.claims)
+        count = len(self.claims)
+        points = (count,) if self.settled else request.shape.points(count)
+        room = self.answer.room - (0 if self.settled else count)
+        masks = min(request.block_size - 1, room)
+        return lay_out(self.sure, self.claims, mask=mask, masks=masks, points=points)
+
+    def commit(self, accepted: int, trusted: int, token: int, agrees: list[bool], drafts: list[int]) -> None:
+        """Take what the forward decided: emit tokens, move the cursor, and set up the next window."""
+        tokens, verdicts = [token, *drafts[:trusted]], [True]
+        if self.settled:
+            self.answer.judge(agrees)
+        else:
+            tokens, verdicts = self.claims[:accepted] + tokens, agrees[:accepted] + verdicts
+        taken = self.answer.emit(tokens)
+        self.answer.judge(verdicts[:taken])
+        self.cursor += len(self.sure) + accepted
+        self.sure = [token]
+        self.settled = not self.dial.checks
+        self.claims = drafts[:trusted] if self.settled else drafts[: max(0, self.answer.room - 1)]
+
+
+class Decoder:
+    """Decodes a batch of requests together; `step` runs one forward for every row still going."""
+
+    def __init__(self, checkpoint: Checkpoint, requests: Sequence[Request]) -> None:
+        for request in requests:
+            _check(checkpoint, request)
+        self.checkpoint = checkpoint
+        self.answers = [Answer(each, checkpoint.tokenizer, checkpoint.end_tokens) for each in requests]
+        self._rows = [Row(answer) for answer in self.answers]
+        self._cache = Cache(len(requests), max(map(_slots, requests), default=0))
+        self._set_sampling([each.sampling.seeded() for each in requests])
+        self._seen, self._counts = self._count_prompts()
+        self._draft_policy: Tensor | None = None
+        checkpoint.module.set_attn_implementation(NAME)
+
+    @property
+    def running(self) -> bool:
+        return bool(self._rows)
+
+    def finish(self) -> list[Generation]:
+        """Step until every request is answered."""
+        while self.running:
+            self.step()
+        return [answer.generation() for answer in self.answers]
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        self._prefill()
+        windows = [row.window(self.checkpoint.mask_token_id) for row in self._rows]
+        self._commit(self._decide(*self._forward(windows)))
+        self._retire()
+
+    def _prefill(self) -> None:
+        """Run long prompts up to their last chunk. Other rows ride along without moving their cursors."""
+        while any(len(row.sure) > PREFILL_CHUNK for row in self._rows):
+            long = [row for row in self._rows if len(row.sure) > PREFILL_CHUNK]
+            self._forward([lay_out(row.sure[: PREFILL_CHUNK if row in long else 1]) for row in self._rows])
+            for row in long:
+                row.cursor += PREFILL_CHUNK
+                row.sure = row.sure[PREFILL_CHUNK:]
+
+    def _forward(self, windows: Sequence[Window]) -> tuple[WindowBatch, Tensor]:
+        """The windows as a batch, and the logits of its last ``tail`` positions."""
+        batch = stack(windows, self.checkpoint.device)
+        cursors = torch.tensor([row.cursor for row in self._rows], device=self.checkpoint.device)
+        length = max(row.cursor + len(window.tokens) for row, window in zip(self._rows, windows, strict=True))
+        attention = WindowAttention(self._cache, batch, cursors, length)
+        output = self.checkpoint.module(
+            input_ids=batch.tokens,
+            position_ids=attention.positions,
+            use_cache=False,
+            logits_to_keep=batch.tail,
+            windows=attention,
+        )
+        return batch, output.logits
+
+    def _decide(self, batch: WindowBatch, logits: Tensor) -> Decision:
+        device = self.checkpoint.device
+        most = batch.claims.shape[1]
+        decision = decide(
+            batch,
+            logits,
+            DialBatch([row.dial for row in self._rows], device),
+            self._sampling,
+            positions=torch.tensor([row.cursor + len(row.sure) - 1 for row in self._rows], device=device),
+            settled=torch.tensor([row.settled for row in self._rows], device=device),
+            claim_policy=None if self._draft_policy is None else self._draft_policy[:, :most],
+            seen=self._seen,
+            counts=self._counts,
+        )
+        self._draft_policy = decision.draft_policy
+        self._count(batch, decision)
+        return decision
+
+    def _commit(self, decision: Decision) -> None:
+        scalars = torch.stack([decision.accepted, decision.trusted, decision.draft_count, decision.token], 1)
+        copied = torch.cat([scalars, decision.agrees, decision.drafts], 1).tolist()  # the step's one copy to the host
+        most = decision.agrees.shape[1]
+        for row, (accepted, trusted, count, token, *rest) in zip(self._rows, copied, strict=True):
+            agrees = [bool(flag) for flag in rest[: len(row.claims)]]
+            row.commit(accepted, trusted, token, agrees, rest[most : most + count])
+
+    def _retire(self) -> None:
+        """Drop finished rows and close the gaps they leave."""
+        going = [index for index, row in enumerate(self._rows) if row.answer.finish_reason is None]
+        if len(going) == len(self._rows):
+            return
+        order = self._cache.keep(going)
+        self._rows = [self._rows[index] for index in order]
+        self._set_sampling([self._samplings[index] for index in order])
+        if self._draft_policy is not None:
+            self._draft_policy = self._draft_policy[order]
+        if self._seen is not None and self._counts is not None:
+            self._seen, self._counts = self._seen[order], self._counts[order]
+
+    def _set_sampling(self, rows: list[Sampling]) -> None:
+        self._samplings = rows
+        checkpoint = self.checkpoint
+        self._sampling = SamplingBatch(rows, checkpoint.vocabulary, checkpoint.mask_token_id, checkpoint.device)
+
+    def _count_prompts(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Which tokens each row has seen and how often its answer used them, kept only if somebody asks."""
+        if not self._sampling.penalises:
+            return None, None
+        counts = torch.zeros(len(self._rows), self.checkpoint.vocabulary, device=self.checkpoint.device)
+        seen = counts.bool()
+        for index, row in enumerate(self._rows):
+            seen[index, torch.tensor(row.sure, device=seen.device)] = True
+        return seen, counts
+
+    def _count(self, batch: WindowBatch, decision: Decision) -> None:
+        """Count the tokens from the old anchor to the new one."""
+        if self._seen is None or self._counts is None:
+            return
+        steps = torch.arange(batch.claims.shape[1], device=batch.claims.device)
+        tokens = torch.cat([batch.claims, decision.token[:, None]], 1)
+        stays = torch.cat([steps < decision.accepted[:, None], torch.ones_like(decision.token[:, None])], 1)
+        self._counts.scatter_add_(1, tokens, stays.to(self._counts.dtype))
+        self._seen |= self._counts > 0
+
+
+def _check(checkpoint: Checkpoint, request: Request) -> None:
+    require_masks(checkpoint, request.dial)
+    if not request.prompt:
+        raise MarsError("the prompt is empty: give at least one token")
+    if request.max_new_tokens < 1:
+        raise MarsError(f"max_new_tokens must be at least 1, not {request.max_new_tokens}")
+    if request.block_size < 2 and request.dial.uses_masks:
+        raise MarsError(f"block_size must be at least 2 for the dial {request.dial}, not {request.block_size}")
+    longest, asked = checkpoint.context, len(request.prompt) + request.max_new_tokens
+    if longest is not None and asked > longest:
+        raise MarsError(
+            f"the prompt has {len(request.prompt)} tokens and {request.max_new_tokens} new ones are asked for, but "
+            f"{checkpoint.name} holds {longest} together: shorten the prompt or lower max_new_tokens"
+        )
+
+
+def _slots(request: Request) -> int:
+    """Slots a request may need: its text, and the widest tree behind it."""
+    return len(request.prompt) + request.max_new_tokens + request.block_size**2

@@ -1,0 +1,243 @@
+"""The dial: how much a row trusts its masks, and what it therefore emits from one forward.
+
+========================  =======================================================================================
+``one-token``             no masks: the AR model
+``exact``                 a claim stays if the AR model would have written it: same text, same distribution
+``relaxed=δ``             a claim also stays if the AR model gives it at least δ times its best token's probability
+``threshold=τ``           masks are believed unchecked, left to right, while their confidence is at least τ
+``threshold:entropy=τ``   confidence measured as exp(-entropy) instead of the top probability
+``threshold:margin=τ``    … as the gap between the two best probabilities
+========================  =======================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from mars.errors import MarsError
+from mars.method.sampling import ACCEPT, DRAFT, DRAW, SamplingBatch, draw, residual, uniform
+from mars.method.windows import WindowBatch
+
+Kind = Literal["one-token", "exact", "relaxed", "threshold"]
+Measure = Literal["probability", "entropy", "margin"]
+MEASURES: tuple[Measure, ...] = get_args(Measure)
+USAGE = "use one-token, exact, relaxed=0.3, threshold=0.9, threshold:entropy=0.9 or threshold:margin=0.9"
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """One setting of the dial. ``Dial.parse`` reads it from a string and ``str`` writes it back."""
+
+    kind: Kind
+    value: float | None = None
+    measure: Measure = "probability"
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind) or self.measure not in MEASURES:
+            raise MarsError(f"unknown dial {self.kind}:{self.measure}: {USAGE}")
+        if self.kind in ("one-token", "exact"):
+            if self.value is not None:
+                raise MarsError(f"{self.kind} takes no value: {USAGE}")
+        elif self.value is None:
+            raise MarsError(f"{self.kind} needs a value: {USAGE}")
+        elif self.kind == "relaxed" and not 0 < self.value <= 1:
+            raise MarsError(f"relaxed={self.value:g} is out of range: δ must be above 0 and at most 1")
+        elif self.kind == "threshold" and not 0 <= self.value <= 1:
+            raise MarsError(f"threshold={self.value:g} is out of range: τ must be between 0 and 1")
+
+    @classmethod
+    def parse(cls, text: str | Dial) -> Dial:
+        if isinstance(text, Dial):
+            return text
+        name, _, number = text.strip().partition("=")
+        kind, _, measure = name.partition(":")
+        if kind not in get_args(Kind) or (measure and (kind != "threshold" or measure not in MEASURES)):
+            raise MarsError(f"unknown dial {text!r}: {USAGE}")
+        try:
+            value = float(number) if number else None
+        except ValueError:
+            raise MarsError(f"{number!r} in dial {text!r} is not a number: {USAGE}") from None
+        return cls(kind, value, measure or "probability")  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        measure = "" if self.measure == "probability" else f":{self.measure}"
+        value = "" if self.value is None else f"={self.value!r}"
+        return f"{self.kind}{measure}{value}"
+
+    @property
+    def uses_masks(self) -> bool:
+        return self.kind != "one-token"
+
+    @property
+    def checks(self) -> bool:
+        """Whether what the masks guess waits for the AR model's word before it is emitted."""
+        return self.kind in ("exact", "relaxed")
+
+    @property
+    def tolerance(self) -> float:
+        """δ: 1 admits only what the AR model would have written."""
+        return self.value if self.kind == "relaxed" and self.value is not None else 1.0
+
+    @property
+    def trust(self) -> float:
+        """τ: infinity believes no mask."""
+        return self.value if self.kind == "threshold" and self.value is not None else math.inf
+
+
+class DialBatch:
+    """The dials of several rows as tensors, each with one entry per row."""
+
+    def __init__(self, rows: Sequence[Dial], device: torch.device | str = "cpu") -> None:
+        self.measures = {row.measure for row in rows if row.kind == "threshold"}
+        self.tolerance = torch.tensor([row.tolerance for row in rows], device=device)
+        self.trust = torch.tensor([row.trust for row in rows], device=device)
+        self.measure = torch.tensor([MEASURES.index(row.measure) for row in rows], device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What one forward decided, a row each."""
+
+    accepted: Tensor
+    """(rows,): how many claims stay"""
+    agrees: Tensor
+    """(rows, claims): would the AR model have written this claim?"""
+    token: Tensor
+    """(rows,): the AR model's own token after the accepted claims"""
+    drafts: Tensor
+    """(rows, masks): the masks' guesses for the positions after that"""
+    draft_count: Tensor
+    """(rows,): how many guesses there are"""
+    trusted: Tensor
+    """(rows,): how many of them, from the left, are emitted unchecked"""
+    draft_policy: Tensor | None
+    """(rows, masks, vocabulary): what the guesses were drawn from; None where all rows are greedy"""
+
+
+def decide(
+    windows: WindowBatch,
+    logits: Tensor,
+    dials: DialBatch,
+    sampling: SamplingBatch,
+    *,
+    positions: Tensor,
+    settled: Tensor,
+    claim_policy: Tensor | None = None,
+    seen: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Decision:
+    """Judge the claims of each row, draw the AR token behind them, and read the masks that follow it.
+
+    ``logits`` are the last ``windows.tail`` ones, ``positions`` (rows,) those of the anchors, ``settled`` (rows,)
+    says which rows have emitted their claims already, ``claim_policy`` is the ``draft_policy`` of the forward that
+    made the claims, ``seen`` and ``counts`` (rows, vocabulary) are the tokens up to the anchor.
+    """
+    claims, count = windows.claims, windows.claim_count
+    history = _along_claims(claims, seen, counts)
+    trunk = sampling.adjust(windows.trunk_logits(logits), *history)
+    policy = sampling.policy(trunk)
+    if claim_policy is None:
+        claim_policy = torch.zeros_like(policy[:, :-1]).scatter_(2, claims[:, :, None], 1.0)
+    steps = torch.arange(claims.shape[1], device=claims.device)
+    real = steps < count[:, None]
+
+    numbers = uniform(sampling.seeds, positions[:, None] + 1 + steps, ACCEPT)
+    agrees = real & passes_exactly(policy[:, :-1], claim_policy, claims, numbers)
+    passes = agrees | (real & passes_relaxed(trunk[:, :-1], policy[:, :-1], claims, dials.tolerance, sampling))
+    accepted = torch.where(settled, count, leading(passes))
+
+    rejected = (accepted < count)[:, None]
+    here = _behind(policy, accepted)
+    if claims.shape[1]:
+        proposed = _behind(claim_policy, accepted.clamp(max=claims.shape[1] - 1))
+        here = torch.where(rejected, residual(here, proposed), here)
+    next_position = positions + 1 + accepted
+    token = draw(here, uniform(sampling.seeds, next_position[:, None], DRAW)[:, 0])
+
+    mask_logits, draft_count = windows.mask_logits(logits, accepted)
+    mask_logits = sampling.adjust(mask_logits, *(_behind(tokens, accepted)[:, None] for tokens in history))
+    draft_policy = sampling.policy(mask_logits)
+    slots = torch.arange(windows.masks, device=claims.device)
+    drafts = draw(draft_policy, uniform(sampling.seeds, next_position[:, None] + 1 + slots, DRAFT))
+    believed = confidence(mask_logits, dials) >= dials.trust[:, None]
+    trusted = leading(believed & (slots < draft_count[:, None]))
+    return Decision(
+        accepted, agrees, token, drafts, draft_count, trusted, None if sampling.greedy else draft_policy
+    )
+
+
+def passes_exactly(policy: Tensor, proposed: Tensor, claims: Tensor, numbers: Tensor) -> Tensor:
+    """Accept a claim drawn from ``proposed`` with probability min(1, p / q); greedy: if it is the AR choice."""
+    p, q = _at(policy, claims), _at(proposed, claims)
+    return numbers * q < p
+
+
+def passes_relaxed(
+    logits: Tensor, policy: Tensor, claims: Tensor, tolerance: Tensor, sampling: SamplingBatch
+) -> Tensor:
+    """Accept a claim that the AR model believes at least δ times as much as its best token, δ < 1.
+
+    A claim that truncation removed from the policy never passes.
+    """
+    if not claims.shape[1]:
+        return torch.zeros_like(claims, dtype=torch.bool)
+    ratio = (_at(logits, claims) - logits.amax(2)).exp()
+    allowed = sampling.is_greedy[:, None] | (_at(policy, claims) > 0)
+    return allowed & (ratio >= tolerance[:, None]) & (tolerance[:, None] < 1)
+
+
+def confidence(logits: Tensor, dials: DialBatch) -> Tensor:
+    """How sure a position is of its token, between 0 and 1, by the measure of each row's dial."""
+    result = torch.zeros(logits.shape[:2], device=logits.device)
+    if not logits.shape[1]:
+        return result
+    for measure in dials.measures:
+        mine = (dials.measure == MEASURES.index(measure))[:, None]
+        result = torch.where(mine, _MEASURE[measure](logits.log_softmax(2)), result)
+    return result
+
+
+def _top_probability(log_p: Tensor) -> Tensor:
+    return log_p.amax(2).exp()
+
+
+def _certainty(log_p: Tensor) -> Tensor:
+    return (log_p.exp() * log_p).nan_to_num(0.0).sum(2).exp()
+
+
+def _margin(log_p: Tensor) -> Tensor:
+    best, second = log_p.topk(2, dim=2).values.exp().unbind(2)
+    return best - second
+
+
+_MEASURE = {"probability": _top_probability, "entropy": _certainty, "margin": _margin}
+
+
+def leading(flags: Tensor) -> Tensor:
+    """How many flags (rows, n) are set before the first one that is not."""
+    return flags.long().cumprod(1).sum(1)
+
+
+def _at(values: Tensor, tokens: Tensor) -> Tensor:
+    return values.gather(2, tokens[:, :, None])[:, :, 0]
+
+
+def _behind(values: Tensor, accepted: Tensor) -> Tensor:
+    """Of values (rows, n, vocabulary), those at the position ``accepted`` (rows,)."""
+    return values.gather(1, accepted[:, None, None].expand(-1, 1, values.shape[2]))[:, 0]
+
+
+def _along_claims(claims: Tensor, seen: Tensor | None, counts: Tensor | None) -> tuple[Tensor, ...]:
+    """Tokens seen and counted at each trunk position: those up to the anchor, plus the claims before it."""
+    if seen is None or counts is None:
+        return ()
+    added = torch.zeros(claims.shape[0], claims.shape[1] + 1, counts.shape[1], device=counts.device)
+    added[:, 1:].scatter_(2, claims[:, :, None], 1.0)
+    added = added.cumsum(1)
+    return seen[:, None] | (added > 0), counts[:, None] + added

@@ -1,0 +1,179 @@
+"""From logits to a token: penalties, temperature, truncation, and a draw that needs no generator.
+
+Two distributions matter for a position. *Beliefs* are what the model says, after penalties and bias. The *policy* is
+what a token is drawn from: beliefs after temperature and truncation, or all mass on the best token when greedy.
+
+Randomness is a function of (seed, position, purpose), so a request draws the same numbers whatever else is in its
+batch and however many tokens a forward emits.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from mars.errors import MarsError
+
+ACCEPT, DRAW, DRAFT = range(3)
+"""Purposes of a random number at a position: judge a claim, draw the AR token, draw a mask's token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a request draws its tokens; the default is greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.temperature < math.inf, "temperature must be 0 (greedy) or more", self.temperature)
+        _require(self.top_k >= 0, "top_k must be 0 (off) or more", self.top_k)
+        _require(0 < self.top_p <= 1, "top_p must be above 0 and at most 1", self.top_p)
+        _require(0 <= self.min_p <= 1, "min_p must be between 0 and 1", self.min_p)
+        _require(0 < self.repetition_penalty < math.inf, "repetition_penalty must be above 0", self.repetition_penalty)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(math.isfinite(getattr(self, name)), f"{name} must be a finite number", getattr(self, name))
+        _require(not any(map(math.isnan, self.logit_bias.values())), "logit_bias must be numbers", self.logit_bias)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def truncates(self) -> bool:
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def penalises(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    def seeded(self) -> Sampling:
+        """The same with a seed; a fresh one if none was given."""
+        return self if self.seed is not None else replace(self, seed=secrets.randbits(63))
+
+
+def _require(condition: bool, rule: str, value: object) -> None:
+    if not condition:
+        raise MarsError(f"{rule}, not {value}")
+
+
+class SamplingBatch:
+    """The sampling of several rows as tensors, each with one entry per row. ``banned`` is a token never drawn."""
+
+    def __init__(
+        self,
+        rows: Sequence[Sampling],
+        vocabulary: int,
+        banned: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.greedy = all(row.greedy for row in rows)
+        self.truncates = any(row.truncates for row in rows)
+        self.penalises = any(row.penalises for row in rows)
+        self.is_greedy = torch.tensor([row.greedy for row in rows], device=device)
+        self.temperature = torch.tensor([row.temperature or 1.0 for row in rows], device=device)
+        self.top_k = torch.tensor([row.top_k or vocabulary for row in rows], device=device)
+        self.top_p = torch.tensor([row.top_p for row in rows], device=device)
+        self.min_p = torch.tensor([row.min_p for row in rows], device=device)
+        self.repetition = torch.tensor([row.repetition_penalty for row in rows], device=device)
+        self.presence = torch.tensor([row.presence_penalty for row in rows], device=device)
+        self.frequency = torch.tensor([row.frequency_penalty for row in rows], device=device)
+        self.seeds = torch.tensor([(row.seeded().seed or 0) & (2**63 - 1) for row in rows], device=device)
+        self.bias = _bias(rows, vocabulary, banned).to(device)
+
+    def adjust(self, logits: Tensor, seen: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
+        """Logits (rows, positions, vocabulary) after bias, ban and penalties, as float32.
+
+        ``seen`` marks tokens of the prompt and the answer, ``counts`` counts those of the answer; both are
+        (rows, positions or 1, vocabulary).
+        """
+        logits = logits.float() + self.bias[:, None]
+        if seen is not None and counts is not None:
+            repetition = self.repetition[:, None, None]
+            punished = torch.where(logits > 0, logits / repetition, logits * repetition)
+            logits = torch.where(seen, punished, logits)
+            logits = logits - self.frequency[:, None, None] * counts - self.presence[:, None, None] * (counts > 0)
+        return logits
+
+    def policy(self, logits: Tensor) -> Tensor:
+        """Probabilities (rows, positions, vocabulary) that tokens are drawn from, given adjusted logits."""
+        best = torch.zeros_like(logits).scatter_(2, logits.argmax(2, keepdim=True), 1.0)
+        if self.greedy:
+            return best
+        probabilities = (logits / self.temperature[:, None, None]).softmax(2)
+        if self.truncates:
+            probabilities = truncate(probabilities, self.top_k, self.top_p, self.min_p)
+        return torch.where(self.is_greedy[:, None, None], best, probabilities)
+
+
+def _bias(rows: Sequence[Sampling], vocabulary: int, banned: int | None) -> Tensor:
+    biased = any(row.logit_bias for row in rows)
+    bias = torch.zeros(len(rows) if biased else 1, vocabulary)
+    for index, row in enumerate(rows):
+        for token, value in row.logit_bias.items():
+            if not 0 <= token < vocabulary:
+                raise MarsError(f"logit_bias names token {token}, but the vocabulary has {vocabulary} tokens")
+            bias[index, token] = value
+    if banned is not None:
+        bias[:, banned] = -math.inf
+    return bias
+
+
+def truncate(probabilities: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Keep the ``top_k`` best, of those the fewest that hold ``top_p`` of the mass, of those the ones with at least
+    ``min_p`` times the best one's probability; the limits have one entry per row."""
+    ranked, order = probabilities.sort(dim=2, descending=True, stable=True)
+    ranks = torch.arange(ranked.shape[2], device=ranked.device)
+    ranked = torch.where(ranks < top_k[:, None, None], ranked, 0.0)
+    ranked = ranked / ranked.sum(2, keepdim=True)
+    mass_before = ranked.cumsum(2) - ranked
+    keep = (mass_before < top_p[:, None, None]) & (ranked >= min_p[:, None, None] * ranked[:, :, :1])
+    ranked = torch.where(keep | (ranks == 0), ranked, 0.0)
+    return torch.zeros_like(ranked).scatter_(2, order, ranked / ranked.sum(2, keepdim=True))
+
+
+def uniform(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
+    """Numbers in [0, 1) for each row (``seeds``: (rows,)) and position (``positions``: (rows, n)), as float64."""
+    state = _scramble(seeds[:, None] + _scramble(positions * 3 + purpose))
+    return (state >> 11 & (2**53 - 1)).double() / 2**53
+
+
+def _scramble(state: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 on int64 tensors, whose arithmetic wraps around."""
+    state = state + _signed(0x9E3779B97F4A7C15)
+    state = (state ^ _shift_right(state, 30)) * _signed(0xBF58476D1CE4E5B9)
+    state = (state ^ _shift_right(state, 27)) * _signed(0x94D049BB133111EB)
+    return state ^ _shift_right(state, 31)
+
+
+def _signed(constant: int) -> int:
+    return constant - 2**64 if constant >= 2**63 else constant
+
+
+def _shift_right(state: Tensor, bits: int) -> Tensor:
+    return (state >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def draw(policy: Tensor, numbers: Tensor) -> Tensor:
+    """Tokens (…,) from probabilities (…, vocabulary) by one number in [0, 1) each."""
+    ladder = policy.double().cumsum(-1)
+    target = numbers[..., None] * ladder[..., -1:]
+    return torch.searchsorted(ladder, target, right=True)[..., 0].clamp(max=policy.shape[-1] - 1)
+
+
+def residual(policy: Tensor, proposed: Tensor) -> Tensor:
+    """What to draw from after a token proposed by ``proposed`` was rejected: max(0, p - q), normalised by `draw`."""
+    rest = (policy - proposed).clamp(min=0)
+    return torch.where(rest.sum(-1, keepdim=True) > 0, rest, policy)

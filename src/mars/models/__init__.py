@@ -1,0 +1,7 @@
+"""From a name to a model that can decode: hub ids, folders, GGUF files, the built-in model, adapters, settings."""
+
+from mars.models.checkpoint import Checkpoint
+from mars.models.loading import load_checkpoint
+from mars.models.settings import Settings
+
+__all__ = ["Checkpoint", "Settings", "load_checkpoint"]

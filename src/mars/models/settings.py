@@ -1,0 +1,80 @@
+"""MARS settings of a checkpoint, kept under ``mars`` in its ``generation_config.json``.
+
+The checkpoint stays a plain Hugging Face checkpoint: whoever does not know the key ignores it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from mars.errors import MarsError
+from mars.method.dials import Dial
+
+KEY = "mars"
+NEW_TOKEN = "<|mask|>"
+SPARE_NAME = re.compile(r"mask|reserved|unused|extra|dummy|placeholder|empty", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a model was trained with and how it decodes unless told otherwise."""
+
+    mask_token_id: int
+    block_size: int = 4
+    dial: str = "exact"
+
+    def __post_init__(self) -> None:
+        if self.block_size < 2:
+            raise MarsError(f"block_size must be 2 or more, not {self.block_size}")
+        Dial.parse(self.dial)
+
+    @classmethod
+    def read(cls, config: GenerationConfig | None) -> Settings | None:
+        """The settings in a generation config, or None for a checkpoint that MARS has not trained."""
+        stored = getattr(config, KEY, None)
+        if stored is None:
+            return None
+        try:
+            return cls(**stored)
+        except (TypeError, MarsError) as error:
+            raise MarsError(f"the {KEY!r} settings in generation_config.json are not usable: {error}") from None
+
+    def write(self, config: GenerationConfig) -> None:
+        setattr(config, KEY, asdict(self))
+        config._from_model_config = False  # else transformers rebuilds it from config.json and drops the settings
+
+
+def choose_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    """A token id that text never uses: a spare row of the embedding, else an unused special token, else a new row."""
+    rows = model.get_input_embeddings().num_embeddings
+    if rows > len(tokenizer):
+        return rows - 1
+    unused = _unused_special_tokens(model, tokenizer)
+    if unused:
+        telling = [token for token, name in unused.items() if SPARE_NAME.search(name)]
+        return (telling or list(unused))[-1]
+    tokenizer.add_special_tokens({"additional_special_tokens": [NEW_TOKEN]})
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    return int(tokenizer.convert_tokens_to_ids(NEW_TOKEN))
+
+
+def _unused_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    named = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    busy = named | end_tokens(model, tokenizer)
+    template = str(tokenizer.chat_template or "")
+    return {
+        token: str(added)
+        for token, added in sorted(tokenizer.added_tokens_decoder.items())
+        if added.special and token not in busy and str(added) not in template
+    }
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every token that ends an answer: those of the generation config and the tokenizer's own."""
+    config = model.generation_config
+    listed = config.eos_token_id if config is not None else None
+    ids = listed if isinstance(listed, list) else [listed]
+    return frozenset(token for token in [*ids, tokenizer.eos_token_id] if token is not None)

@@ -1,0 +1,49 @@
+"""Which models can decode in windows: those whose cache is a list of keys and values that can be rolled back."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from mars.errors import MarsError
+
+ATTENTION = {"full_attention", "sliding_attention"}
+SHIFTING_ROPE = {"dynamic", "longrope"}
+RECURRENT_WORDS = ("mamba", "rwkv", "recurrent", "xlstm", "lfm2", "jamba", "bamba")
+
+
+def refuse_config(name: str, config: PreTrainedConfig) -> None:
+    """Raise with the reason if a model of this kind cannot work, before its weights are fetched."""
+    reason = _reason(config, config.get_text_config(decoder=True))
+    if reason:
+        raise MarsError(f"{name} cannot be used: {reason}")
+
+
+def refuse_model(name: str, model: PreTrainedModel) -> None:
+    """Raise with the reason if the loaded module cannot work."""
+    if model._is_stateful:
+        raise MarsError(f"{name} cannot be used: it keeps a recurrent state, which cannot be rolled back")
+    if not model._supports_attention_backend:
+        raise MarsError(f"{name} cannot be used: {type(model).__name__} does not use transformers' attention interface")
+
+
+def _reason(config: PreTrainedConfig, text: PreTrainedConfig) -> str | None:
+    if config.is_encoder_decoder:
+        return "it is an encoder-decoder model; MARS needs a decoder-only one"
+    if any(word in text.model_type for word in RECURRENT_WORDS):
+        return f"a {text.model_type} model keeps a recurrent state, which cannot be rolled back"
+    strange = set(getattr(text, "layer_types", None) or ()) - ATTENTION
+    if strange:
+        return f"layers of type {', '.join(sorted(strange))} keep a state that cannot be rolled back"
+    if getattr(text, "attention_chunk_size", None):
+        return "its attention is chunked by position"
+    rope = _rope_types(text) & SHIFTING_ROPE
+    if rope:
+        return f"its {rope.pop()} position encoding changes with the length of the longest row of a batch"
+    return None
+
+
+def _rope_types(config: PreTrainedConfig) -> set[str]:
+    """Rope types of the model; some families keep one set of parameters per layer type."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return {str(each.get("rope_type", "default")) for each in nested or [parameters]}
