@@ -110,6 +110,11 @@ class Stream(Iterator[str]):
         """The whole answer; runs to its end if it is not there yet."""
         return self._decoder.finish()[0]
 
+    @property
+    def text(self) -> str:
+        """What has been written so far."""
+        return "".join(self._decoder.answers[0].pieces)
+
     def __next__(self) -> str:
         if not self._decoder.running:
             raise StopIteration

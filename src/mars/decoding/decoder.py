@@ -11,13 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mars.decoding.attention import NAME, WindowAttention
+from mars.decoding.attention import NAME
 from mars.decoding.cache import Cache
+from mars.decoding.forward import forward
 from mars.decoding.request import Answer, Generation, Request
 from mars.errors import MarsError
 from mars.method.dials import Decision, Dial, DialBatch, decide
 from mars.method.sampling import Sampling, SamplingBatch
-from mars.method.windows import Window, WindowBatch, lay_out, stack
+from mars.method.windows import Window, WindowBatch, lay_out
 from mars.models.checkpoint import Checkpoint
 
 PREFILL_CHUNK = 512
@@ -80,9 +81,11 @@ class Decoder:
         for request in requests:
             _check(checkpoint, request)
         self.checkpoint = checkpoint
-        self.answers = [Answer(each, checkpoint.tokenizer, checkpoint.end_tokens) for each in requests]
+        self.answers = [
+            Answer(each, checkpoint.tokenizer, checkpoint.end_tokens, checkpoint.context) for each in requests
+        ]
         self._rows = [Row(answer) for answer in self.answers]
-        self._cache = Cache(len(requests), max(map(_slots, requests), default=0))
+        self._cache = Cache(len(requests), max(map(_slots, self.answers), default=0))
         self._set_sampling([each.sampling.seeded() for each in requests])
         self._seen, self._counts = self._count_prompts()
         self._draft_policy: Tensor | None = None
@@ -115,19 +118,7 @@ class Decoder:
                 row.sure = row.sure[PREFILL_CHUNK:]
 
     def _forward(self, windows: Sequence[Window]) -> tuple[WindowBatch, Tensor]:
-        """The windows as a batch, and the logits of its last ``tail`` positions."""
-        batch = stack(windows, self.checkpoint.device)
-        cursors = torch.tensor([row.cursor for row in self._rows], device=self.checkpoint.device)
-        length = max(row.cursor + len(window.tokens) for row, window in zip(self._rows, windows, strict=True))
-        attention = WindowAttention(self._cache, batch, cursors, length)
-        output = self.checkpoint.module(
-            input_ids=batch.tokens,
-            position_ids=attention.positions,
-            use_cache=False,
-            logits_to_keep=batch.tail,
-            windows=attention,
-        )
-        return batch, output.logits
+        return forward(self.checkpoint, self._cache, [row.cursor for row in self._rows], windows)
 
     def _decide(self, batch: WindowBatch, logits: Tensor) -> Decision:
         device = self.checkpoint.device
@@ -202,14 +193,13 @@ def _check(checkpoint: Checkpoint, request: Request) -> None:
         raise MarsError(f"max_new_tokens must be at least 1, not {request.max_new_tokens}")
     if request.block_size < 2 and request.dial.uses_masks:
         raise MarsError(f"block_size must be at least 2 for the dial {request.dial}, not {request.block_size}")
-    longest, asked = checkpoint.context, len(request.prompt) + request.max_new_tokens
-    if longest is not None and asked > longest:
+    if checkpoint.context is not None and len(request.prompt) >= checkpoint.context:
         raise MarsError(
-            f"the prompt has {len(request.prompt)} tokens and {request.max_new_tokens} new ones are asked for, but "
-            f"{checkpoint.name} holds {longest} together: shorten the prompt or lower max_new_tokens"
+            f"the prompt has {len(request.prompt)} tokens, but {checkpoint.name} holds {checkpoint.context} together "
+            "with the answer: shorten the prompt"
         )
 
 
-def _slots(request: Request) -> int:
-    """Slots a request may need: its text, and the widest tree behind it."""
-    return len(request.prompt) + request.max_new_tokens + request.block_size**2
+def _slots(answer: Answer) -> int:
+    """Slots an answer may need: its text, and the widest tree behind it."""
+    return len(answer.request.prompt) + answer.limit + answer.request.block_size**2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -99,8 +100,16 @@ class Request:
 class Answer:
     """What has come out of a request so far. Cuts exactly at an end token, a stop string or the length."""
 
-    def __init__(self, request: Request, tokenizer: PreTrainedTokenizerBase, end_tokens: frozenset[int]) -> None:
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: PreTrainedTokenizerBase,
+        end_tokens: frozenset[int],
+        context: int | None = None,
+    ) -> None:
         self.request = request
+        self.limit = min(request.max_new_tokens, (context or sys.maxsize) - len(request.prompt))
+        """Most tokens the answer can have: what was asked for, or what the model's context leaves"""
         self.token_ids: list[int] = []
         self.steps: list[int] = []
         self.pieces: list[str] = []
@@ -117,7 +126,7 @@ class Answer:
     @property
     def room(self) -> int:
         """How many tokens may still come."""
-        return self.request.max_new_tokens - len(self.token_ids)
+        return self.limit - len(self.token_ids)
 
     def emit(self, tokens: Sequence[int]) -> int:
         """Take one forward's tokens, as many as fit; returns how many that were."""

@@ -13,6 +13,7 @@ from mars.errors import MarsError
 from mars.models import builtin
 from mars.models.checkpoint import Checkpoint
 from mars.models.gguf import load_gguf
+from mars.models.layout import store_by_columns
 from mars.models.settings import Settings
 from mars.models.support import refuse_config, refuse_model
 
@@ -43,6 +44,8 @@ def load_checkpoint(
     if adapter is not None:
         model, settings = _merge(model, Path(adapter), settings)
     model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
+    if device.type == "cpu":
+        store_by_columns(model)
     return Checkpoint(name, model, tokenizer, settings)
 
 
@@ -51,7 +54,9 @@ def _load(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTok
         if not Path(name).is_file():
             raise MarsError(f"there is no file {name}")
         return load_gguf(Path(name), dtype)
-    source = str(builtin.builtin_folder()) if name == builtin.NAME else name
+    if name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir():
+        raise MarsError(f"there is no folder {name}")
+    source = str(builtin.builtin_folder()) if name == builtin.NAME else str(Path(name).expanduser())
     try:
         config = AutoConfig.from_pretrained(source)
         refuse_config(name, config)

@@ -1,0 +1,34 @@
+"""One forward of a batch of windows through a transformers model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mars.decoding.attention import WindowAttention
+from mars.decoding.cache import Cache
+from mars.method.windows import Window, WindowBatch, stack
+from mars.models.checkpoint import Checkpoint
+
+
+def forward(
+    checkpoint: Checkpoint, cache: Cache, cursors: Sequence[int], windows: Sequence[Window]
+) -> tuple[WindowBatch, Tensor]:
+    """The windows as a batch, and the logits of its last ``tail`` positions. The model must use our attention."""
+    batch = stack(windows, checkpoint.device)
+    attention = WindowAttention(
+        cache,
+        batch,
+        cursors=torch.tensor(cursors, device=checkpoint.device),
+        length=max(cursor + len(window.tokens) for cursor, window in zip(cursors, windows, strict=True)),
+    )
+    output = checkpoint.module(
+        input_ids=batch.tokens,
+        position_ids=attention.positions,
+        use_cache=False,
+        logits_to_keep=batch.tail,
+        windows=attention,
+    )
+    return batch, output.logits

@@ -1,0 +1,24 @@
+"""How linear layers lie in memory on a CPU. Values and shapes stay the same.
+
+Stored by columns, CPU matrix kernels multiply a few rows of input (a window) almost as fast as one; stored by rows,
+as checkpoints come, four rows take more than twice as long as one (figures in docs/lab-log.md).
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def store_by_columns(model: torch.nn.Module) -> None:
+    for linear in _linears(model):
+        linear.weight.data = linear.weight.data.t().contiguous().t()
+
+
+def store_by_rows(model: torch.nn.Module) -> None:
+    """The usual order, which saving needs."""
+    for linear in _linears(model):
+        linear.weight.data = linear.weight.data.contiguous()
+
+
+def _linears(model: torch.nn.Module) -> list[torch.nn.Linear]:
+    return [module for module in model.modules() if isinstance(module, torch.nn.Linear)]

@@ -1,0 +1,29 @@
+"""Write a checkpoint as a plain Hugging Face folder, whole or not at all."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from mars.errors import MarsError
+from mars.models.checkpoint import Checkpoint
+from mars.models.layout import store_by_columns, store_by_rows
+
+
+def save_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
+    """Save weights, tokenizer and settings to a folder that does not exist yet; it appears once it is complete."""
+    if folder.exists():
+        raise MarsError(f"{folder} exists already: choose another folder or remove it")
+    if checkpoint.settings is not None:
+        checkpoint.settings.write(checkpoint.module.generation_config)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent) as scratch:
+        unfinished = Path(scratch) / "checkpoint"
+        store_by_rows(checkpoint.module)
+        try:
+            checkpoint.module.save_pretrained(unfinished)
+        finally:
+            if checkpoint.device.type == "cpu":
+                store_by_columns(checkpoint.module)
+        checkpoint.tokenizer.save_pretrained(unfinished)
+        unfinished.rename(folder)

@@ -1,0 +1,88 @@
+"""Tiny random models of many families, and the real built-in model, shared by all tests."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders
+from tokenizers import models as tokenizer_models
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+import mars
+from mars.models import Checkpoint, Settings
+
+VOCABULARY = 12
+MASK, END = VOCABULARY - 1, VOCABULARY - 2
+"""So small a vocabulary that random masks guess right now and then, and runs of every length are accepted."""
+
+SMALL = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    bos_token_id=None,
+    eos_token_id=END,
+    pad_token_id=END,
+)
+FAMILIES: dict[str, dict[str, object]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "gemma": {"head_dim": 8},
+    "phi": {},
+    "gemma2": {"head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8, "layer_types": None},
+    "mistral": {"sliding_window": 9},
+    "phi3": {},
+    "olmo2": {},
+    "granite": {},
+    "gpt_oss": {
+        "head_dim": 8,
+        "sliding_window": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "gpt_neox": {"num_key_value_heads": None},
+}
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerBase:
+    """Ten letters, an end token and a mask."""
+    vocabulary = {letter: index for index, letter in enumerate("abcdefghij")} | {"<end>": END, "<mask>": MASK}
+    tokenizer = Tokenizer(tokenizer_models.WordLevel(vocabulary, unk_token="a"))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<end>", additional_special_tokens=["<mask>"]
+    )
+
+
+def tiny_checkpoint(family: str, seed: int = 0, **changes: object) -> Checkpoint:
+    """A random model with weights large enough that its greedy text is not a constant."""
+    torch.manual_seed(seed)
+    options = SMALL | FAMILIES[family] | changes
+    config = AutoConfig.for_model(family, **{key: value for key, value in options.items() if value is not None})
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.35)
+    return Checkpoint(family, model, tiny_tokenizer(), Settings(MASK, block_size=4, dial="exact"))
+
+
+@pytest.fixture(scope="session")
+def smollm() -> mars.Model:
+    return mars.load("smollm2-135m", device="cpu", dtype="float32")
