@@ -38,12 +38,10 @@ class Shape:
         """Read ``chain``, ``tree`` (a group for every outcome) or ``tree=2``."""
         if isinstance(text, Shape):
             return text
-        kind, _, number = text.partition("=")
-        if kind == "chain" and not number:
-            return cls(1)
-        if kind == "tree" and not number:
-            return cls(None)
-        if kind == "tree" and number.isdecimal() and int(number) > 0:
+        if text in ("chain", "tree"):
+            return cls(1 if text == "chain" else None)
+        number = text.removeprefix("tree=")
+        if number != text and number.isdecimal() and int(number) > 0:
             return cls(int(number))
         raise MarsError(f"unknown window {text!r}: use chain, tree, or tree=N with N mask groups")
 

@@ -1,0 +1,282 @@
+"""What a request may rely on: exact cuts, its own dial and seed, statistics that add up, memory that stays flat."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from mars import Dial, MarsError, Sampling
+from mars.decoding import decoder as decoder_module
+from mars.decoding.attention import own_attention
+from mars.decoding.decoder import Decoder
+from mars.decoding.request import Request
+from mars.method.windows import Shape
+from mars.models import Checkpoint
+from tests.conftest import END, MASK, tiny_checkpoint
+from tests.decoding.test_exactness import prompts, transformers_greedy
+
+DIALS = ["one-token", "exact", "relaxed=0.2", "threshold=0.3"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    return tiny_checkpoint("llama")
+
+
+def answers(checkpoint: Checkpoint, requests: list[Request]):
+    return Decoder(checkpoint, requests).finish()
+
+
+def request(prompt: list[int], dial: str = "exact", **options) -> Request:
+    options = {"max_new_tokens": 24, "block_size": 4} | options
+    return Request(prompt, Dial.parse(dial), **options)
+
+
+def test_rows_do_not_disturb_each_other(checkpoint: Checkpoint) -> None:
+    """Any mixture of dials, windows, samplings and lengths in one batch gives what each row gives alone."""
+    rng = random.Random(0)
+    requests = [
+        request(
+            prompt,
+            rng.choice(DIALS),
+            block_size=rng.choice([2, 4, 8]),
+            shape=Shape(rng.choice([1, 2, None])),
+            max_new_tokens=rng.randint(1, 40),
+            sampling=Sampling(
+                temperature=rng.choice([0, 1.0]),
+                top_k=rng.choice([0, 4]),
+                frequency_penalty=rng.choice([0, 0.5]),
+                seed=rng.randrange(1000),
+            ),
+        )
+        for prompt in prompts(24)
+    ]
+    together = answers(checkpoint, requests)
+    alone = [answers(checkpoint, [each])[0] for each in requests]
+    assert [a.token_ids for a in together] == [a.token_ids for a in alone]
+    assert [a.steps for a in together] == [a.steps for a in alone]
+    assert [(a.checked, a.agreed) for a in together] == [(a.checked, a.agreed) for a in alone]
+
+
+@pytest.mark.parametrize("dial", DIALS)
+def test_statistics_add_up(checkpoint: Checkpoint, dial: str) -> None:
+    for answer in answers(checkpoint, [request(prompt, dial) for prompt in prompts(7)]):
+        assert sum(answer.steps) == answer.tokens == len(answer.token_ids)
+        assert sum(n * count for n, count in answer.histogram.items()) == answer.tokens
+        assert answer.forwards == len(answer.pieces) == sum(answer.histogram.values())
+        assert "".join(answer.pieces) == answer.text
+        assert answer.agreed <= answer.checked <= answer.tokens
+        assert answer.seconds > 0 and answer.tokens_per_second > 0
+        if dial != "threshold=0.3":
+            assert answer.checked == answer.tokens
+
+
+def test_relaxed_and_threshold_report_their_disagreement(checkpoint: Checkpoint) -> None:
+    """Agreement, recounted from scratch with the plain model on the finished text."""
+    for dial in ("relaxed=0.05", "threshold=0.2"):
+        for answer, prompt in zip(
+            answers(checkpoint, [request(p, dial) for p in prompts(5)]), prompts(5), strict=True
+        ):
+            with own_attention(checkpoint.module) as model:
+                logits = model(torch.tensor([[*prompt, *answer.token_ids]])).logits[0, len(prompt) - 1 : -1]
+            logits[:, MASK] = -torch.inf
+            same = (logits.argmax(1) == torch.tensor(answer.token_ids)).tolist()
+            assert sum(same[: answer.checked]) == answer.agreed
+            assert answer.tokens - answer.checked < 4
+
+
+@pytest.mark.parametrize("dial", ["exact", "threshold=0"])
+@pytest.mark.parametrize("limit", range(1, 10))
+def test_length_cuts_inside_a_run(checkpoint: Checkpoint, dial: str, limit: int) -> None:
+    rows = prompts(5)
+    long = answers(checkpoint, [request(row, dial) for row in rows])
+    short = answers(checkpoint, [request(row, dial, max_new_tokens=limit) for row in rows])
+    for whole, cut in zip(long, short, strict=True):
+        assert cut.token_ids == whole.token_ids[:limit]
+        if whole.tokens > limit:
+            assert cut.finish_reason == "length"
+
+
+def test_end_token_cuts_inside_a_run(checkpoint: Checkpoint) -> None:
+    finished = [a for a in answers(checkpoint, [request(p, "threshold=0", max_new_tokens=60) for p in prompts(40)])]
+    stopped = [a for a in finished if a.finish_reason == "stop"]
+    assert stopped, "no row ended by itself: a weak test"
+    assert any(a.steps[-1] < 4 for a in stopped), "no run was cut: a weak test"
+    for answer in stopped:
+        assert answer.token_ids[-1] == END and END not in answer.token_ids[:-1]
+        assert answer.text == "".join("abcdefghij"[t] for t in answer.token_ids[:-1])
+
+
+@pytest.mark.parametrize("dial", DIALS)
+def test_stop_strings_cut_inside_a_run(checkpoint: Checkpoint, dial: str) -> None:
+    rows = prompts(7)
+    for prompt, whole in zip(rows, answers(checkpoint, [request(row, dial) for row in rows]), strict=True):
+        for start in range(0, len(whole.text) - 2, 3):
+            stop = whole.text[start : start + 2]
+            cut = answers(checkpoint, [request(prompt, dial, stop=("zz", stop))])[0]
+            assert cut.text == whole.text[: whole.text.index(stop)]
+            assert cut.finish_reason == "stop"
+            assert cut.token_ids == whole.token_ids[: whole.text.index(stop) + 2]
+
+
+def test_the_dial_turns_between_two_steps(checkpoint: Checkpoint) -> None:
+    """Among lossless dials, turning changes nothing but speed; after threshold, the rest is AR again."""
+    prompt = prompts(9)[8]
+    expected = answers(checkpoint, [request(prompt, "one-token", max_new_tokens=40)])[0].token_ids
+    rng = random.Random(3)
+    for _ in range(10):
+        decoder = Decoder(checkpoint, [request(prompt, max_new_tokens=40)])
+        while decoder.running:
+            decoder.answers[0].request.dial = Dial.parse(rng.choice(["one-token", "exact"]))
+            decoder.answers[0].request.shape = Shape(rng.choice([1, 2, None]))
+            decoder.step()
+        assert decoder.answers[0].token_ids == expected
+
+
+def test_turning_through_threshold_keeps_the_books_straight(checkpoint: Checkpoint) -> None:
+    rng = random.Random(4)
+    for prompt in prompts(6):
+        decoder = Decoder(checkpoint, [request(prompt, max_new_tokens=40)])
+        trusted: list[bool] = []
+        while decoder.running:
+            dial = Dial.parse(rng.choice(DIALS))
+            decoder.answers[0].request.dial = dial
+            decoder.step()
+            run = decoder.answers[0].steps[-1]
+            trusted += [False] + [True] * (run - 1) if not dial.checks else [False] * run
+        answer = decoder.answers[0].generation()
+        with own_attention(checkpoint.module) as model:
+            logits = model(torch.tensor([[*prompt, *answer.token_ids]])).logits[0, len(prompt) - 1 : -1]
+        logits[:, MASK] = -torch.inf
+        for token, best, was_trusted, row in zip(
+            answer.token_ids, logits.argmax(1).tolist(), trusted, logits.softmax(1), strict=True
+        ):
+            assert was_trusted or token == best or row[token] >= 0.2 * row.max()
+
+
+def test_any_drafts_leave_the_text_unchanged(checkpoint: Checkpoint) -> None:
+    """Drafts are only ever proposals: replace them with right, wrong or half right ones."""
+    _scramble_drafts(checkpoint, prompts(7), MASK, END, 24)
+
+
+def test_any_drafts_leave_the_text_of_a_real_model_unchanged(smollm) -> None:
+    checkpoint = smollm.checkpoint
+    rows = [checkpoint.encode(text) for text in ("What is the capital of France?", "Count to ten.", "Say hello.")]
+    _scramble_drafts(checkpoint, rows, checkpoint.mask_token_id, checkpoint.tokenizer.eos_token_id, 40)
+
+
+def _scramble_drafts(checkpoint: Checkpoint, rows: list[list[int]], mask: int, end: int, length: int) -> None:
+    rng = random.Random(5)
+    expected = [transformers_greedy(checkpoint, row, length, mask, end) for row in rows]
+    decoder = Decoder(checkpoint, [request(row, max_new_tokens=length, shape=Shape(2)) for row in rows])
+    while decoder.running:
+        decoder.step()
+        for row in decoder._rows:
+            known = expected[decoder.answers.index(row.answer)][len(row.answer.token_ids) :]
+            right = rng.randint(0, 3)
+            row.claims = (known[:right] + [rng.randrange(10) for _ in range(3)])[: max(0, min(3, row.answer.room - 1))]
+    found = [answer.generation() for answer in decoder.answers]
+    assert [answer.token_ids for answer in found] == expected
+    assert {1, 2, 3, 4} <= {step for answer in found for step in answer.steps}
+
+
+def test_long_prompts_are_fed_in_chunks(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [*prompts(5, longest=90), [1]]
+    expected = [a.token_ids for a in answers(checkpoint, [request(row) for row in rows])]
+    monkeypatch.setattr(decoder_module, "PREFILL_CHUNK", 16)
+    chunked = answers(checkpoint, [request(row) for row in rows])
+    assert [a.token_ids for a in chunked] == expected
+    assert all(a.forwards <= a.tokens for a in chunked)
+
+
+def test_penalties_equal_transformers(checkpoint: Checkpoint) -> None:
+    rows = prompts(7)
+    sampling = Sampling(repetition_penalty=1.7)
+    with own_attention(checkpoint.module) as model:
+        expected = [
+            model.generate(
+                torch.tensor([row]),
+                attention_mask=torch.ones(1, len(row)),
+                max_new_tokens=24,
+                do_sample=False,
+                repetition_penalty=1.7,
+                suppress_tokens=[MASK],
+                eos_token_id=END,
+                pad_token_id=END,
+            )[0, len(row) :].tolist()
+            for row in rows
+        ]
+    for dial in ("one-token", "exact"):
+        found = answers(checkpoint, [request(row, dial, sampling=sampling) for row in rows])
+        assert [answer.token_ids for answer in found] == expected
+
+
+def test_exact_with_frequency_penalty_equals_one_token(checkpoint: Checkpoint) -> None:
+    sampling = Sampling(frequency_penalty=0.4, presence_penalty=0.3, logit_bias={2: 1.0})
+    rows = prompts(7)
+    one = answers(checkpoint, [request(row, "one-token", sampling=sampling) for row in rows])
+    for shape in (1, None):
+        exact = answers(checkpoint, [request(row, sampling=sampling, shape=Shape(shape)) for row in rows])
+        assert [a.token_ids for a in exact] == [a.token_ids for a in one]
+
+
+def test_seeds_repeat_and_differ(checkpoint: Checkpoint) -> None:
+    def text(seed: int | None) -> list[int]:
+        sampling = Sampling(temperature=1.5, seed=seed, logit_bias={END: -100.0})
+        return answers(checkpoint, [request([1, 2, 3], sampling=sampling)])[0].token_ids
+
+    assert text(7) == text(7)
+    assert text(7) != text(8)
+    assert text(None) != text(None)
+
+
+def test_the_mask_is_never_emitted(checkpoint: Checkpoint) -> None:
+    """Even if the model and the caller want it."""
+    sampling = [Sampling(logit_bias={MASK: 1e4}), Sampling(temperature=5.0, logit_bias={MASK: 1e4}, seed=1)]
+    for dial in DIALS:
+        for answer in answers(checkpoint, [request([1, 2], dial, sampling=each) for each in sampling]):
+            assert MASK not in answer.token_ids
+
+
+def test_memory_does_not_grow_with_steps(checkpoint: Checkpoint) -> None:
+    decoder = Decoder(checkpoint, [request([1, 2, 3], sampling=Sampling(logit_bias={END: -100.0}), max_new_tokens=200)])
+
+    def allocated() -> int:
+        tensors = [t for pair in decoder._cache._layers.values() for t in pair]
+        return sum(t.untyped_storage().nbytes() for t in tensors)
+
+    decoder.step()
+    before = allocated()
+    pointers = [t.data_ptr() for pair in decoder._cache._layers.values() for t in pair]
+    while decoder.running:
+        decoder.step()
+    assert allocated() == before
+    assert [t.data_ptr() for pair in decoder._cache._layers.values() for t in pair] == pointers
+
+
+def test_the_context_limits_the_answer(checkpoint: Checkpoint) -> None:
+    long = [1] * 250
+    answer = answers(checkpoint, [request(long, max_new_tokens=100, sampling=Sampling(logit_bias={END: -100.0}))])[0]
+    assert (answer.tokens, answer.finish_reason) == (6, "length")
+    with pytest.raises(MarsError, match="256 tokens, but llama holds 256"):
+        Decoder(checkpoint, [request([1] * 256)])
+
+
+def test_bad_requests(checkpoint: Checkpoint) -> None:
+    for bad, says in [
+        ({"prompt": []}, "empty"),
+        ({"prompt": [1], "max_new_tokens": 0}, "max_new_tokens"),
+        ({"prompt": [1], "block_size": 1}, "block_size"),
+    ]:
+        with pytest.raises(MarsError, match=says):
+            Decoder(checkpoint, [request(**bad)])
+
+
+def test_an_untrained_checkpoint_decodes_one_token_and_says_how_to_get_more(checkpoint: Checkpoint) -> None:
+    plain = Checkpoint("plain", checkpoint.module, checkpoint.tokenizer, None)
+    assert answers(plain, [request([1, 2], "one-token")])[0].tokens_per_forward == 1
+    for dial in ("exact", "relaxed=0.5", "threshold=0.9"):
+        with pytest.raises(MarsError, match="mars train"):
+            Decoder(plain, [request([1, 2], dial)])

@@ -1,0 +1,137 @@
+"""Sampling against transformers' processors, and randomness that depends on nothing but seed and position."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from mars import MarsError, Sampling
+from mars.method.sampling import ACCEPT, DRAFT, DRAW, SamplingBatch, draw, residual, uniform
+
+VOCABULARY = 20
+
+
+def logits_for(rows: int, positions: int = 3, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, positions, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    temperature=st.floats(0.2, 3),
+    top_k=st.integers(0, VOCABULARY),
+    top_p=st.floats(0.05, 1),
+    min_p=st.floats(0, 0.9),
+)
+def test_policy_is_what_transformers_samples_from(seed, temperature, top_k, top_p, min_p) -> None:
+    logits = logits_for(1, seed=seed)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    mine = SamplingBatch([sampling], VOCABULARY).policy(logits)[0]
+    scores = TemperatureLogitsWarper(temperature)(None, logits[0])
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    if min_p:
+        scores = MinPLogitsWarper(min_p)(None, scores)
+    torch.testing.assert_close(mine, scores.softmax(-1))
+
+
+def test_rows_keep_to_their_own_sampling() -> None:
+    rows = [Sampling(), Sampling(temperature=0.7, top_k=3), Sampling(temperature=2.0), Sampling(temperature=1, top_p=0.4)]
+    logits = logits_for(len(rows))
+    together = SamplingBatch(rows, VOCABULARY).policy(logits)
+    for index, row in enumerate(rows):
+        alone = SamplingBatch([row], VOCABULARY).policy(logits[index : index + 1])
+        torch.testing.assert_close(together[index], alone[0])
+    assert (together[0].max(-1).values == 1).all()
+    assert ((together[1] > 0).sum(-1) == 3).all()
+
+
+def test_penalties() -> None:
+    logits = logits_for(1, 1)
+    seen, counts = torch.zeros(1, 1, VOCABULARY).bool(), torch.zeros(1, 1, VOCABULARY)
+    seen[..., [3, 5]], counts[..., 5] = True, 2.0
+    batch = SamplingBatch([Sampling(repetition_penalty=1.3)], VOCABULARY)
+    expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([[3, 5]]), logits[0].clone())
+    torch.testing.assert_close(batch.adjust(logits, seen, counts)[0], expected)
+    batch = SamplingBatch([Sampling(presence_penalty=0.5, frequency_penalty=0.25)], VOCABULARY)
+    change = (batch.adjust(logits, seen, counts) - logits)[0, 0]
+    assert change.nonzero()[:, 0].tolist() == [5]
+    assert change[5].item() == pytest.approx(-0.5 - 2 * 0.25)
+
+
+def test_bias_and_ban() -> None:
+    batch = SamplingBatch([Sampling(logit_bias={4: 100.0, 7: 200.0}), Sampling()], VOCABULARY, banned=7)
+    adjusted = batch.adjust(logits_for(2))
+    assert (adjusted[0].argmax(-1) == 4).all()
+    assert (adjusted[:, :, 7] == -math.inf).all()
+    assert batch.policy(adjusted)[:, :, 7].max() == 0
+    with pytest.raises(MarsError, match="vocabulary has 20"):
+        SamplingBatch([Sampling(logit_bias={20: 1.0})], VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": -1},
+        {"temperature": math.nan},
+        {"top_k": -1},
+        {"top_p": 0},
+        {"top_p": 1.1},
+        {"min_p": 2},
+        {"repetition_penalty": 0},
+        {"presence_penalty": math.inf},
+        {"logit_bias": {1: math.nan}},
+    ],
+)
+def test_bad_sampling(bad: dict) -> None:
+    with pytest.raises(MarsError, match=next(iter(bad))):
+        Sampling(**bad)
+
+
+def test_numbers_are_uniform_and_independent() -> None:
+    positions = torch.arange(200_000)[None]
+    streams = [uniform(torch.tensor([seed]), positions, purpose)[0] for seed in (0, 1) for purpose in (ACCEPT, DRAW, DRAFT)]
+    for numbers in streams:
+        assert 0 <= numbers.min() and numbers.max() < 1
+        counts = torch.histc(numbers, 100, 0, 1)
+        assert (((counts - 2000) ** 2) / 2000).sum() < 160  # chi-square, 99 degrees of freedom, p < 1e-4
+        assert abs(torch.corrcoef(torch.stack([numbers[:-1], numbers[1:]]))[0, 1]) < 0.01
+    assert torch.corrcoef(torch.stack(streams)).fill_diagonal_(0).abs().max() < 0.01
+
+
+def test_a_row_draws_the_same_in_any_batch() -> None:
+    seeds, positions = torch.tensor([5, 6, 7]), torch.tensor([[1, 2], [9, 8], [4, 4]])
+    together = uniform(seeds, positions, DRAW)
+    assert torch.equal(together[1:2], uniform(seeds[1:2], positions[1:2], DRAW))
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=8).filter(any), st.floats(0, 1, exclude_max=True))
+def test_draw_never_takes_what_has_no_mass(weights: list[int], number: float) -> None:
+    policy = torch.tensor([weights], dtype=torch.float32) / sum(weights)
+    assert weights[int(draw(policy, torch.tensor([number], dtype=torch.float64)))] > 0
+
+
+def test_draw_follows_the_policy() -> None:
+    policy = torch.tensor([0.1, 0.0, 0.6, 0.3])
+    numbers = uniform(torch.tensor([3]), torch.arange(100_000)[None], DRAW)[0]
+    drawn = draw(policy.expand(100_000, -1), numbers)
+    torch.testing.assert_close(torch.bincount(drawn, minlength=4) / 100_000, policy, atol=0.006, rtol=0)
+
+
+def test_residual_of_equal_distributions_falls_back() -> None:
+    p = torch.tensor([0.5, 0.5])
+    assert torch.equal(residual(p, p), p)
+    assert torch.equal(residual(p, torch.tensor([1.0, 0.0])), torch.tensor([0.0, 0.5]))
