@@ -24,18 +24,18 @@ VOCABULARY = 12
 MASK, END = VOCABULARY - 1, VOCABULARY - 2
 """So small a vocabulary that random masks guess right now and then, and runs of every length are accepted."""
 
-SMALL = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    bos_token_id=None,
-    eos_token_id=END,
-    pad_token_id=END,
-)
+SMALL: dict[str, object] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": END,
+    "pad_token_id": END,
+}
 FAMILIES: dict[str, dict[str, object]] = {
     "llama": {},
     "qwen2": {},
@@ -65,9 +65,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerBase:
     vocabulary = {letter: index for index, letter in enumerate("abcdefghij")} | {"<end>": END, "<mask>": MASK}
     tokenizer = Tokenizer(tokenizer_models.WordLevel(vocabulary, unk_token="a"))
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<end>", additional_special_tokens=["<mask>"]
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", additional_special_tokens=["<mask>"])
 
 
 def tiny_checkpoint(family: str, seed: int = 0, **changes: object) -> Checkpoint:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import cast, overload
+from typing import Any, overload
 
 import torch
 
@@ -40,10 +40,10 @@ class Model:
         return self.checkpoint.settings
 
     @overload
-    def generate(self, prompt: str | Messages | Sequence[int], **options: object) -> Generation: ...
+    def generate(self, prompt: Prompt, **options: Any) -> Generation: ...
     @overload
-    def generate(self, prompt: Sequence[str] | Sequence[Messages], **options: object) -> list[Generation]: ...
-    def generate(self, prompt, **options):  # type: ignore[no-untyped-def]
+    def generate(self, prompt: list[str] | list[Messages] | list[list[int]], **options: Any) -> list[Generation]: ...
+    def generate(self, prompt: Any, **options: Any) -> Generation | list[Generation]:
         """Answer one prompt, or a list of prompts as one batch.
 
         A prompt is text, a list of messages, or a list of token ids; the options are those of `request`.
@@ -52,9 +52,9 @@ class Model:
         answers = Decoder(self.checkpoint, [self.request(each, **options) for each in prompts]).finish()
         return answers if _is_batch(prompt) else answers[0]
 
-    def stream(self, prompt: Prompt, **options: object) -> Stream:
+    def stream(self, prompt: Prompt, **options: Any) -> Stream:
         """Answer one prompt piece by piece; see `Stream`."""
-        return Stream(self.checkpoint, self.request(prompt, **options))  # type: ignore[arg-type]
+        return Stream(self.checkpoint, self.request(prompt, **options))
 
     def request(
         self,
@@ -67,7 +67,7 @@ class Model:
         window: str | Shape = "chain",
         block_size: int | None = None,
         sampling: Sampling | None = None,
-        **sampling_options: object,
+        **sampling_options: Any,
     ) -> Request:
         """Put a prompt and options into a request.
 
@@ -79,7 +79,7 @@ class Model:
         return Request(
             prompt=self.checkpoint.encode(prompt, system),
             dial=Dial.parse(dial or (settings.dial if settings else "one-token")),
-            sampling=sampling or Sampling(**sampling_options),  # type: ignore[arg-type]
+            sampling=sampling or Sampling(**sampling_options),
             max_new_tokens=max_new_tokens,
             stop=(stop,) if isinstance(stop, str) else stop,
             block_size=block_size or (settings.block_size if settings else 1),
@@ -122,7 +122,6 @@ class Stream(Iterator[str]):
         return self._decoder.answers[0].pieces[-1]
 
 
-def _is_batch(prompt: object) -> bool:
+def _is_batch(prompt: Any) -> bool:
     """Is this a list of prompts rather than one prompt, that is, a list of texts or of lists?"""
-    items = cast("Sequence[object]", prompt)
-    return not isinstance(prompt, str) and bool(items) and not isinstance(items[0], dict | int)
+    return not isinstance(prompt, str) and bool(prompt) and not isinstance(prompt[0], dict | int)

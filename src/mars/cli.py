@@ -106,7 +106,7 @@ def chat(
         try:
             if command == "/exit":
                 break
-            elif command == "/reset":
+            if command == "/reset":
                 history = []
             elif command == "/system":
                 system = rest or None
@@ -132,9 +132,8 @@ def demo() -> None:
     console.print("measured now, on this machine. Model: smollm2-135m.\n")
     model = _load("smollm2-135m", None, None)
     console.print(
-        "[yellow]This build ships the model without MARS training.[/] Its masks guess badly: exact rejects the guesses\n"
-        "and stays word for word the same at no gain; threshold trusts them and the text falls apart.\n"
-        "`mars train` teaches them.\n"
+        "[yellow]This build ships the model without MARS training[/], so its masks guess badly: exact rejects the\n"
+        "guesses and writes the same text with no gain; threshold believes them and the text falls apart.\n"
     )
     model.generate("Hello", max_new_tokens=4)  # the first forwards of a process are slow: keep them out of the table
     for prompt in DEMO_PROMPTS:

@@ -76,9 +76,7 @@ def test_statistics_add_up(checkpoint: Checkpoint, dial: str) -> None:
 def test_relaxed_and_threshold_report_their_disagreement(checkpoint: Checkpoint) -> None:
     """Agreement, recounted from scratch with the plain model on the finished text."""
     for dial in ("relaxed=0.05", "threshold=0.2"):
-        for answer, prompt in zip(
-            answers(checkpoint, [request(p, dial) for p in prompts(5)]), prompts(5), strict=True
-        ):
+        for answer, prompt in zip(answers(checkpoint, [request(p, dial) for p in prompts(5)]), prompts(5), strict=True):
             with own_attention(checkpoint.module) as model:
                 logits = model(torch.tensor([[*prompt, *answer.token_ids]])).logits[0, len(prompt) - 1 : -1]
             logits[:, MASK] = -torch.inf
@@ -100,7 +98,7 @@ def test_length_cuts_inside_a_run(checkpoint: Checkpoint, dial: str, limit: int)
 
 
 def test_end_token_cuts_inside_a_run(checkpoint: Checkpoint) -> None:
-    finished = [a for a in answers(checkpoint, [request(p, "threshold=0", max_new_tokens=60) for p in prompts(40)])]
+    finished = answers(checkpoint, [request(p, "threshold=0", max_new_tokens=60) for p in prompts(40)])
     stopped = [a for a in finished if a.finish_reason == "stop"]
     assert stopped, "no row ended by itself: a weak test"
     assert any(a.steps[-1] < 4 for a in stopped), "no run was cut: a weak test"

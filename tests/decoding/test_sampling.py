@@ -70,7 +70,9 @@ def p_value(checkpoint: Checkpoint, sampling: dict, dial: str = "exact", shape: 
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
-@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 1.5, "top_p": 0.9}, {"temperature": 0.8, "top_k": 3}])
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 1.0}, {"temperature": 1.5, "top_p": 0.9}, {"temperature": 0.8, "top_k": 3}]
+)
 def test_exact_samples_the_ar_distribution(checkpoint: Checkpoint, sampling: dict, shape: str) -> None:
     assert p_value(checkpoint, sampling, shape=shape) > 1e-3
 

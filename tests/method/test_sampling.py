@@ -49,7 +49,12 @@ def test_policy_is_what_transformers_samples_from(seed, temperature, top_k, top_
 
 
 def test_rows_keep_to_their_own_sampling() -> None:
-    rows = [Sampling(), Sampling(temperature=0.7, top_k=3), Sampling(temperature=2.0), Sampling(temperature=1, top_p=0.4)]
+    rows = [
+        Sampling(),
+        Sampling(temperature=0.7, top_k=3),
+        Sampling(temperature=2.0),
+        Sampling(temperature=1, top_p=0.4),
+    ]
     logits = logits_for(len(rows))
     together = SamplingBatch(rows, VOCABULARY).policy(logits)
     for index, row in enumerate(rows):
@@ -103,9 +108,11 @@ def test_bad_sampling(bad: dict) -> None:
 
 def test_numbers_are_uniform_and_independent() -> None:
     positions = torch.arange(200_000)[None]
-    streams = [uniform(torch.tensor([seed]), positions, purpose)[0] for seed in (0, 1) for purpose in (ACCEPT, DRAW, DRAFT)]
+    streams = [
+        uniform(torch.tensor([seed]), positions, purpose)[0] for seed in (0, 1) for purpose in (ACCEPT, DRAW, DRAFT)
+    ]
     for numbers in streams:
-        assert 0 <= numbers.min() and numbers.max() < 1
+        assert numbers.min() >= 0 and numbers.max() < 1
         counts = torch.histc(numbers, 100, 0, 1)
         assert (((counts - 2000) ** 2) / 2000).sum() < 160  # chi-square, 99 degrees of freedom, p < 1e-4
         assert abs(torch.corrcoef(torch.stack([numbers[:-1], numbers[1:]]))[0, 1]) < 0.01

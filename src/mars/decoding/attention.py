@@ -75,7 +75,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    _attention_mask: Tensor | None,
     *,
     windows: WindowAttention,
     scaling: float | None = None,

@@ -164,7 +164,7 @@ class Decoder:
         checkpoint = self.checkpoint
         self._sampling = SamplingBatch(rows, checkpoint.vocabulary, checkpoint.mask_token_id, checkpoint.device)
 
-    def _count_prompts(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    def _count_prompts(self) -> tuple[Tensor | None, Tensor | None]:
         """Which tokens each row has seen and how often its answer used them, kept only if somebody asks."""
         if not self._sampling.penalises:
             return None, None

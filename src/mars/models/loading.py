@@ -43,7 +43,7 @@ def load_checkpoint(
     settings = Settings.read(model.generation_config)
     if adapter is not None:
         model, settings = _merge(model, Path(adapter), settings)
-    model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
+    model = model.to(device).eval().requires_grad_(False)
     if device.type == "cpu":
         store_by_columns(model)
     return Checkpoint(name, model, tokenizer, settings)
@@ -83,9 +83,7 @@ def _base_of(adapter: Path) -> str:
     return str(base)
 
 
-def _merge(
-    model: PreTrainedModel, adapter: Path, settings: Settings | None
-) -> tuple[PreTrainedModel, Settings | None]:
+def _merge(model: PreTrainedModel, adapter: Path, settings: Settings | None) -> tuple[PreTrainedModel, Settings | None]:
     """Fold a peft adapter into the weights; an adapter folder may bring its own MARS settings."""
     from peft import PeftModel
     from transformers import GenerationConfig

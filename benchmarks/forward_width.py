@@ -1,0 +1,66 @@
+"""What a wider window costs: milliseconds per forward at each width, one row, and how much of it is the decision.
+
+python benchmarks/forward_width.py [--model NAME] [--widths 1 2 4 6 8] [--prefix 128] [--out FILE.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import provenance
+import torch
+
+import mars
+from mars.decoding.attention import NAME
+from mars.decoding.cache import Cache
+from mars.decoding.forward import forward
+from mars.method.windows import lay_out
+from mars.models import Checkpoint
+from mars.models.layout import store_by_columns, store_by_rows
+
+
+@torch.inference_mode()
+def milliseconds(checkpoint: Checkpoint, width: int, prefix: int, repeats: int = 15) -> float:
+    """Median time of one forward of ``width`` tokens behind ``prefix`` cached ones."""
+    checkpoint.module.set_attn_implementation(NAME)
+    cache = Cache(1, prefix + width)
+    forward(checkpoint, cache, [0], [lay_out([5] * prefix)])
+    window = lay_out([7] * width)
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        forward(checkpoint, cache, [prefix], [window])[1].argmax(-1).tolist()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times[3:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 4, 6, 7, 8, 10, 16])
+    parser.add_argument("--prefix", type=int, default=128)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+
+    checkpoint = mars.load(options.model).checkpoint
+    layouts = {"by rows": store_by_rows, "by columns": store_by_columns}
+    if checkpoint.device.type != "cpu":
+        layouts = {"by rows": store_by_rows}
+    rows = []
+    for layout, store in layouts.items():
+        store(checkpoint.module)
+        base = milliseconds(checkpoint, 1, options.prefix)
+        for width in options.widths:
+            taken = milliseconds(checkpoint, width, options.prefix)
+            rows.append({"weights": layout, "width": width, "milliseconds": taken, "ratio_to_one": taken / base})
+            print(f"weights {layout:10}  width {width:3}  {taken:7.1f} ms  {taken / base:.2f}x", flush=True)
+    if options.out:
+        options.out.write_text(json.dumps({"provenance": provenance.collect(), "rows": rows}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""The command as a user types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mars.models import builtin
+
+
+def mars(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mars.cli", *arguments]
+    return subprocess.run(
+        command, input=stdin, env=os.environ | environment, text=True, capture_output=True, timeout=300, check=False
+    )
+
+
+def test_json() -> None:
+    done = mars("generate", "Name a colour.", "--dial", "exact", "--max-new-tokens", "12", "--json")
+    assert done.returncode == 0, done.stderr
+    out = json.loads(done.stdout)
+    assert out["text"] and out["finish_reason"] in ("stop", "length") and out["dial"] == "exact"
+    assert out["tokens"] == len(out["token_ids"]) <= 12
+    assert out["tokens_per_forward"] == out["tokens"] / out["forwards"]
+    assert out["agreement"] == 1
+    assert out["tokens_per_second"] == pytest.approx(out["tokens"] / out["seconds"])
+
+
+def test_show_steps_colours_by_forward() -> None:
+    done = mars("generate", "Hi", "--max-new-tokens", "6", "--show-steps", FORCE_COLOR="1", TERM="xterm-256color")
+    assert done.returncode == 0, done.stderr
+    assert len(set(re.findall(r"\x1b\[(9[0-9])m", done.stdout))) >= 3
+    assert "6 tokens in 6 forwards: 1.00 per forward" in done.stdout
+
+
+def test_plain_text_and_standard_input() -> None:
+    asked = ("--max-new-tokens", "8", "--temperature", "0.8", "--seed", "1", "--system", "Be brief.")
+    typed = mars("generate", "Name a colour.", *asked)
+    piped = mars("generate", "-", *asked, stdin="Name a colour.")
+    assert typed.returncode == 0 and typed.stdout.strip()
+    assert typed.stdout == piped.stdout
+
+
+def test_chat_remembers_and_turns_the_dial() -> None:
+    lines = ["My name is Ada.", "/dial exact", "What is my name?", "/dial warp", "/help", "/reset", "/exit"]
+    done = mars("chat", "--max-new-tokens", "16", stdin="\n".join(lines) + "\n")
+    assert done.returncode == 0, done.stderr
+    assert "dial one-token" in done.stdout and "dial exact" in done.stdout
+    assert "Ada" in done.stdout
+    assert "error: unknown dial 'warp'" in done.stdout
+    assert done.stdout.count("per second") == 2
+
+
+def test_chat_ends_with_its_input() -> None:
+    assert mars("chat", stdin="").returncode == 0
+
+
+def test_demo() -> None:
+    done = mars("demo", COLUMNS="100")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("tokens per second") == 3
+    for dial in ("one-token", "exact", "threshold=0.9"):
+        assert dial in done.stdout
+    assert "without MARS training" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["hi", "--dial", "warp"], "unknown dial 'warp'"),
+        (["hi", "--dial", "threshold=1.5"], "τ must be between 0 and 1"),
+        (["hi", "--dial", "relaxed=0"], "δ must be above 0"),
+        (["hi", "--model", "/no/such/model"], "there is no folder /no/such/model"),
+        (["hi", "--model", "nobody/nothing"], "no model 'nobody/nothing'"),
+        (["hi", "--adapter", "/no/such/adapter"], "not an adapter folder"),
+        (["hi", "--window", "forest"], "unknown window"),
+        (["hi", "--temperature", "-1"], "temperature"),
+        (["hi", "--max-new-tokens", "0"], "max_new_tokens"),
+        (["", "--json"], "the prompt is empty"),
+        (["word " * 9000], "shorten the prompt"),
+    ],
+)
+def test_bad_input_is_one_clear_line(arguments: list[str], says: str) -> None:
+    done = mars("generate", *arguments, HF_HUB_OFFLINE="1")
+    assert_one_line(done, says)
+
+
+def test_a_damaged_cache_is_one_clear_line(tmp_path: Path) -> None:
+    folder = tmp_path / builtin.builtin_folder().name
+    shutil.copytree(builtin.builtin_folder(), folder)
+    os.truncate(folder / "model.safetensors", 1000)
+    assert_one_line(mars("generate", "hi", MARS_HOME=str(tmp_path)), f"delete {folder} and try again")
+
+
+def assert_one_line(done: subprocess.CompletedProcess[str], says: str) -> None:
+    assert done.returncode == 2
+    assert done.stdout == ""
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("error: ") and says in lines[0]

