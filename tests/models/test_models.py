@@ -206,7 +206,7 @@ def test_a_damaged_gguf_file(tmp_path: Path) -> None:
 def write_gguf(path: Path) -> None:
     """A random Llama of two layers with a byte-level vocabulary."""
     hidden, inner, heads, layers = 32, 64, 4, 2
-    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)] + ["ab", "Ġ", "<end>"]
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)] + ["ab", "cd", "Ġ", "<end>"]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(64)
     writer.add_embedding_length(hidden)
@@ -220,7 +220,8 @@ def write_gguf(path: Path) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(letters)
     writer.add_token_types([1] * (len(letters) - 1) + [3])
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "c d"])
+    writer.add_bos_token_id(len(letters) - 1)
     writer.add_eos_token_id(len(letters) - 1)
     rng = np.random.default_rng(0)
 

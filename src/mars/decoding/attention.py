@@ -118,7 +118,8 @@ AttentionInterface.register(NAME, attend)
 @contextmanager
 def own_attention(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Lend the model with transformers' own attention: for its ``generate`` and for decoding without our cache."""
-    model.set_attn_implementation("eager" if not model._supports_sdpa else "sdpa")
+    capped = getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    model.set_attn_implementation("sdpa" if model._supports_sdpa and capped is None else "eager")
     try:
         yield model
     finally:

@@ -18,6 +18,7 @@ from mars.decoding.request import Answer, Generation, Request
 from mars.errors import MarsError
 from mars.method.dials import Decision, Dial, DialBatch, decide
 from mars.method.sampling import Sampling, SamplingBatch
+from mars.method.tensors import send
 from mars.method.windows import Window, WindowBatch, lay_out
 from mars.models.checkpoint import Checkpoint
 
@@ -128,8 +129,8 @@ class Decoder:
             logits,
             DialBatch([row.dial for row in self._rows], device),
             self._sampling,
-            positions=torch.tensor([row.cursor + len(row.sure) - 1 for row in self._rows], device=device),
-            settled=torch.tensor([row.settled for row in self._rows], device=device),
+            positions=send([row.cursor + len(row.sure) - 1 for row in self._rows], device),
+            settled=send([row.settled for row in self._rows], device),
             claim_policy=None if self._draft_policy is None else self._draft_policy[:, :most],
             seen=self._seen,
             counts=self._counts,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from mars.decoding.attention import WindowAttention
 from mars.decoding.cache import Cache
+from mars.method.tensors import send
 from mars.method.windows import Window, WindowBatch, stack
 from mars.models.checkpoint import Checkpoint
 
@@ -21,7 +21,7 @@ def forward(
     attention = WindowAttention(
         cache,
         batch,
-        cursors=torch.tensor(cursors, device=checkpoint.device),
+        cursors=send(cursors, checkpoint.device),
         length=max(cursor + len(window.tokens) for cursor, window in zip(cursors, windows, strict=True)),
     )
     output = checkpoint.module(

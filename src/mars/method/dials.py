@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mars.errors import MarsError
 from mars.method.sampling import ACCEPT, DRAFT, DRAW, SamplingBatch, draw, residual, uniform
+from mars.method.tensors import send
 from mars.method.windows import WindowBatch
 
 Kind = Literal["one-token", "exact", "relaxed", "threshold"]
@@ -95,9 +96,9 @@ class DialBatch:
 
     def __init__(self, rows: Sequence[Dial], device: torch.device | str = "cpu") -> None:
         self.measures = {row.measure for row in rows if row.kind == "threshold"}
-        self.tolerance = torch.tensor([row.tolerance for row in rows], device=device)
-        self.trust = torch.tensor([row.trust for row in rows], device=device)
-        self.measure = torch.tensor([MEASURES.index(row.measure) for row in rows], device=device)
+        self.tolerance = send([row.tolerance for row in rows], device)
+        self.trust = send([row.trust for row in rows], device)
+        self.measure = send([MEASURES.index(row.measure) for row in rows], device)
 
 
 @dataclass(frozen=True, slots=True)

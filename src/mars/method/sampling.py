@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mars.errors import MarsError
+from mars.method.tensors import send
 
 ACCEPT, DRAW, DRAFT = range(3)
 """Purposes of a random number at a position: judge a claim, draw the AR token, draw a mask's token."""
@@ -82,16 +83,16 @@ class SamplingBatch:
         self.greedy = all(row.greedy for row in rows)
         self.truncates = any(row.truncates for row in rows)
         self.penalises = any(row.penalises for row in rows)
-        self.is_greedy = torch.tensor([row.greedy for row in rows], device=device)
-        self.temperature = torch.tensor([row.temperature or 1.0 for row in rows], device=device)
-        self.top_k = torch.tensor([row.top_k or vocabulary for row in rows], device=device)
-        self.top_p = torch.tensor([row.top_p for row in rows], device=device)
-        self.min_p = torch.tensor([row.min_p for row in rows], device=device)
-        self.repetition = torch.tensor([row.repetition_penalty for row in rows], device=device)
-        self.presence = torch.tensor([row.presence_penalty for row in rows], device=device)
-        self.frequency = torch.tensor([row.frequency_penalty for row in rows], device=device)
-        self.seeds = torch.tensor([(row.seeded().seed or 0) & (2**63 - 1) for row in rows], device=device)
-        self.bias = _bias(rows, vocabulary, banned).to(device)
+        self.is_greedy = send([row.greedy for row in rows], device)
+        self.temperature = send([row.temperature or 1.0 for row in rows], device)
+        self.top_k = send([row.top_k or vocabulary for row in rows], device)
+        self.top_p = send([row.top_p for row in rows], device)
+        self.min_p = send([row.min_p for row in rows], device)
+        self.repetition = send([row.repetition_penalty for row in rows], device)
+        self.presence = send([row.presence_penalty for row in rows], device)
+        self.frequency = send([row.frequency_penalty for row in rows], device)
+        self.seeds = send([(row.seeded().seed or 0) & (2**63 - 1) for row in rows], device)
+        self.bias = send(_bias(rows, vocabulary, banned), device)
 
     def adjust(self, logits: Tensor, seen: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
         """Logits (rows, positions, vocabulary) after bias, ban and penalties, as float32.

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from mars.errors import MarsError
+from mars.method.tensors import send
 
 NOWHERE = -1
 """Stands for "the cached prefix" among parents and for "no such group" among groups."""
@@ -177,9 +178,7 @@ def stack(windows: Sequence[Window], device: torch.device | str = "cpu") -> Wind
         ]
         for window, pad, shift in zip(windows, pads, shifts, strict=True)
     ]
-    tokens, offsets, claims, groups, scalars = torch.tensor(columns, device=device).split(
-        [width, width, most, most + 1, 4], dim=1
-    )
+    tokens, offsets, claims, groups, scalars = send(columns, device).split([width, width, most, most + 1, 4], dim=1)
     padding, claim_count, anchor, mask_count = scalars.unbind(1)
     return WindowBatch(
         tokens=tokens,
@@ -207,4 +206,4 @@ def _visibility(windows: Sequence[Window], width: int, device: torch.device | st
     for row, window in enumerate(windows):
         pad = width - len(window.tokens)
         visible[row, pad:, pad:] = window.visibility()
-    return visible.to(device)
+    return send(visible, device)

@@ -17,6 +17,9 @@ def load_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:  # damaged files raise anything from KeyError to numpy's own errors
         raise MarsError(f"{path} could not be read as a GGUF model: {error}") from error
+    for token in ("bos_token", "eos_token", "pad_token"):  # some versions of transformers guess these wrong
+        if isinstance(number := getattr(model.config, f"{token}_id", None), int):
+            setattr(tokenizer, token, tokenizer.convert_ids_to_tokens(number))
     vars(model).pop("hf_quantizer", None)
     vars(model.config).pop("quantization_config", None)
     return model, tokenizer
