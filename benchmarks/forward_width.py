@@ -1,6 +1,6 @@
-"""What a wider window costs: milliseconds per forward at each width, one row, and how much of it is the decision.
+"""What a wider window costs: milliseconds per forward at each width, for one row.
 
-python benchmarks/forward_width.py [--model NAME] [--widths 1 2 4 6 8] [--prefix 128] [--out FILE.json]
+python benchmarks/forward_width.py [--model NAME] [--widths 2 4 6 8] [--prefix 128] [--out FILE.json]
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def milliseconds(checkpoint: Checkpoint, width: int, prefix: int, repeats: int =
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 4, 6, 7, 8, 10, 16])
+    parser.add_argument("--widths", type=int, nargs="+", default=[2, 4, 6, 7, 8, 10, 16])
     parser.add_argument("--prefix", type=int, default=128)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -53,9 +53,9 @@ def main() -> None:
     rows = []
     for layout, store in layouts.items():
         store(checkpoint.module)
-        base = milliseconds(checkpoint, 1, options.prefix)
-        for width in options.widths:
-            taken = milliseconds(checkpoint, width, options.prefix)
+        measured = {width: milliseconds(checkpoint, width, options.prefix) for width in {1, *options.widths}}
+        base = measured[1]
+        for width, taken in sorted(measured.items()):
             rows.append({"weights": layout, "width": width, "milliseconds": taken, "ratio_to_one": taken / base})
             print(f"weights {layout:10}  width {width:3}  {taken:7.1f} ms  {taken / base:.2f}x", flush=True)
     if options.out:

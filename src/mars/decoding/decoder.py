@@ -30,8 +30,8 @@ def require_masks(checkpoint: Checkpoint, dial: Dial) -> None:
     """Raise if the dial needs masks and the model was never taught to read them."""
     if dial.uses_masks and checkpoint.settings is None:
         raise MarsError(
-            f"{checkpoint.name} has no MARS settings, so it decodes one token at a time: use the dial one-token, "
-            f"or teach it {dial.kind} with `mars train` (see docs/training.md)"
+            f"{checkpoint.name} was not trained for MARS, so it decodes one token at a time: "
+            f"use the dial one-token, or train it with `mars train` for {dial}"
         )
 
 
