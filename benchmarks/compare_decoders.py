@@ -107,11 +107,11 @@ def main() -> None:
         results[name] = run(model, requests)
     rows = [summary(name, answers, results["one-token"]) for name, answers in results.items()]
 
-    table = Table("decoder", "tokens per forward", "agreement", "tokens per second", "draft forwards", "same text")
+    table = Table("decoder", "tokens/forward", "agreement", "tokens/s", "draft forwards", "same text")
     for row in rows:
         cells = [f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()]
         table.add_row(*cells)
-    Console().print(table)
+    Console(width=120).print(table)
     if options.out:
         found = {"provenance": provenance.collect(), "prompts": prompts, "rows": rows}
         options.out.write_text(json.dumps(found, indent=2))

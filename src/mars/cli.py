@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,7 +16,7 @@ from rich.text import Text
 from mars.errors import MarsError
 
 if TYPE_CHECKING:
-    from mars.api import Model
+    from mars.api import Model, Stream
     from mars.decoding.request import Generation
 
 COLOURS = ("bright_cyan", "bright_yellow", "bright_green", "bright_magenta")
@@ -79,9 +80,7 @@ def generate(
         console.print(coloured(stream.result))
         console.print(_summary(stream.result), style="dim")
     else:
-        for piece in stream:
-            console.print(piece, end="", markup=False)
-        console.print()
+        _print_pieces(stream)
 
 
 @app.command()
@@ -128,11 +127,13 @@ def chat(
 def demo() -> None:
     """Show one-token, exact and threshold side by side on the built-in model."""
     console = Console(highlight=False)
-    console.print("[bold]MARS[/]: several tokens per forward. Each colour is one forward; the text is real, the speed")
-    console.print("measured now, on this machine. Model: smollm2-135m.\n")
+    console.print(
+        "[bold]MARS[/]: several tokens per forward pass. Each colour is one forward. The model is smollm2-135m; "
+        "text and speed come from this machine, now.\n"
+    )
     model = _load("smollm2-135m", None, None)
     console.print(
-        "[yellow]This build ships the model without MARS training[/], so its masks guess badly: exact rejects the\n"
+        "[yellow]This build ships the model without MARS training[/], so its masks guess badly: exact rejects the "
         "guesses and writes the same text with no gain; threshold believes them and the text falls apart.\n"
     )
     model.generate("Hello", max_new_tokens=4)  # the first forwards of a process are slow: keep them out of the table
@@ -196,20 +197,27 @@ def _turn(model: Model, dial: str) -> str:
 
 
 def _say(console: Console, model: Model, messages: list[dict[str, str]], **options: object) -> str:
+    """Stream one answer; Ctrl-C cuts it short but keeps what was said."""
     stream = model.stream(messages, **options)
     try:
-        for piece in stream:
-            console.print(piece, end="", markup=False)
+        _print_pieces(stream)
+        console.print(_summary(stream.result), style="dim")
     except KeyboardInterrupt:
         console.print(" …", style="dim")
-        return stream.text
-    console.print()
-    console.print(_summary(stream.result), style="dim")
     return stream.text
 
 
+def _print_pieces(stream: Stream) -> None:
+    """Write text as it comes, byte for byte: no wrapping, no markup."""
+    for piece in stream:
+        print(piece, end="", flush=True)
+    print()
+
+
 def _read_line() -> str | None:
-    """The next line the user types, or None at the end of the input."""
+    """The next line the user types, with arrow keys where readline is there, or None at the end of the input."""
+    with suppress(ImportError):
+        import readline  # noqa: F401
     try:
         return input("> ").strip()
     except (EOFError, KeyboardInterrupt):

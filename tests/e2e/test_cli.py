@@ -40,12 +40,13 @@ def test_show_steps_colours_by_forward() -> None:
     assert "6 tokens in 6 forwards: 1.00 per forward" in done.stdout
 
 
-def test_plain_text_and_standard_input() -> None:
-    asked = ("--max-new-tokens", "8", "--temperature", "0.8", "--seed", "1", "--system", "Be brief.")
-    typed = mars("generate", "Name a colour.", *asked)
-    piped = mars("generate", "-", *asked, stdin="Name a colour.")
-    assert typed.returncode == 0 and typed.stdout.strip()
-    assert typed.stdout == piped.stdout
+def test_plain_text_is_the_text_and_the_prompt_may_come_from_standard_input() -> None:
+    asked = ("--max-new-tokens", "24", "--temperature", "0.3", "--seed", "1", "--system", "Answer with code only.")
+    question = "Write a Python function that prints :smile: [bold]."
+    typed = mars("generate", question, *asked, "--json")
+    piped = mars("generate", "-", *asked, stdin=question)
+    assert piped.returncode == 0, piped.stderr
+    assert piped.stdout == json.loads(typed.stdout)["text"] + "\n"
 
 
 def test_chat_remembers_and_turns_the_dial() -> None:

@@ -1,0 +1,35 @@
+"""The benchmark scripts run and write what they promise."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def run(script: str, out: Path, *arguments: str) -> dict:
+    command = [sys.executable, BENCHMARKS / script, "--out", out, *arguments]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert {"command", "commit", "date", "machine", "versions"} <= found["provenance"].keys()
+    return found
+
+
+def test_compare_decoders(tmp_path: Path) -> None:
+    rows = run("compare_decoders.py", tmp_path / "out.json", "--prompts", "1", "--max-new-tokens", "4")["rows"]
+    by_name = {row["decoder"]: row for row in rows}
+    for lossless in ("one-token", "exact, chain", "exact, tree=2", "exact, tree", "Jacobi", "draft model (itself)"):
+        assert by_name[lossless]["same_text"] == 1
+        assert by_name[lossless]["agreement"] == 1
+    paper = [row for row in rows if "0.95" in row["decoder"]]
+    assert len(paper) == 3
+    assert len({(row["tokens_per_forward"], row["agreement"]) for row in paper}) == 1
+
+
+def test_forward_width(tmp_path: Path) -> None:
+    rows = run("forward_width.py", tmp_path / "out.json", "--widths", "6")["rows"]
+    assert {(row["weights"], row["width"]) for row in rows} >= {("by columns", 1), ("by columns", 6), ("by rows", 6)}
