@@ -57,6 +57,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     },
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "gpt_neox": {"num_key_value_heads": None},
+    "gpt2": {"num_key_value_heads": None, "intermediate_size": None},
 }
 
 
@@ -71,7 +72,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerBase:
 def tiny_checkpoint(family: str, seed: int = 0, **changes: object) -> Checkpoint:
     """A random model with weights large enough that its greedy text is not a constant."""
     torch.manual_seed(seed)
-    options = SMALL | FAMILIES[family] | changes
+    options = SMALL | FAMILIES.get(family, {}) | changes
     config = AutoConfig.for_model(family, **{key: value for key, value in options.items() if value is not None})
     model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():

@@ -62,6 +62,10 @@ def test_sampling_options(smollm: mars.Model) -> None:
         smollm.generate("hi", top_p=3)
     with pytest.raises(TypeError, match="temprature"):
         smollm.generate("hi", temprature=1)
+    with pytest.raises(mars.MarsError, match="not both"):
+        smollm.generate("hi", sampling=mars.Sampling(), temperature=1)
+    with pytest.raises(mars.MarsError, match="system prompt needs text"):
+        smollm.generate([1, 2], system="Be kind.")
 
 
 def test_stop_and_system(smollm: mars.Model) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, overload
 
@@ -10,6 +11,7 @@ import torch
 
 from mars.decoding.decoder import Decoder, require_masks
 from mars.decoding.request import Generation, Request
+from mars.errors import MarsError
 from mars.method.dials import Dial
 from mars.method.sampling import Sampling
 from mars.method.windows import Shape
@@ -54,7 +56,7 @@ class Model:
 
     def stream(self, prompt: Prompt, **options: Any) -> Stream:
         """Answer one prompt piece by piece; see `Stream`."""
-        return Stream(self.checkpoint, self.request(prompt, **options))
+        return Stream(self, self.request(prompt, **options))
 
     def request(
         self,
@@ -75,25 +77,36 @@ class Model:
         ``tree=N``. ``block_size``: tokens one forward predicts, by default what the model was trained with.
         Further options are those of `Sampling`: temperature, top_k, top_p, min_p, seed, …
         """
-        settings = self.settings
+        if sampling is not None and sampling_options:
+            raise MarsError(f"give either sampling or {', '.join(sampling_options)}, not both")
+        if block_size is None:
+            block_size = self.settings.block_size if self.settings else 1
         return Request(
             prompt=self.checkpoint.encode(prompt, system),
-            dial=Dial.parse(dial or (settings.dial if settings else "one-token")),
+            dial=self.dial(dial),
             sampling=sampling or Sampling(**sampling_options),
             max_new_tokens=max_new_tokens,
             stop=(stop,) if isinstance(stop, str) else stop,
-            block_size=block_size or (settings.block_size if settings else 1),
+            block_size=block_size,
             shape=Shape.parse(window),
         )
+
+    def dial(self, dial: str | Dial | None = None) -> Dial:
+        """The dial asked for, by default the checkpoint's own; raises if the model cannot follow it."""
+        if dial is None:
+            dial = self.settings.dial if self.settings else "one-token"
+        parsed = Dial.parse(dial)
+        require_masks(self.checkpoint, parsed)
+        return parsed
 
 
 class Stream(Iterator[str]):
     """Text as it is written, one piece per forward. The dial may be turned between two pieces."""
 
-    def __init__(self, checkpoint: Checkpoint, request: Request) -> None:
-        self._checkpoint = checkpoint
-        self._decoder = Decoder(checkpoint, [request])
+    def __init__(self, model: Model, request: Request) -> None:
+        self._model = model
         self._request = request
+        self._decoder = Decoder(model.checkpoint, [request])
 
     @property
     def dial(self) -> Dial:
@@ -101,9 +114,7 @@ class Stream(Iterator[str]):
 
     @dial.setter
     def dial(self, dial: str | Dial) -> None:
-        parsed = Dial.parse(dial)
-        require_masks(self._checkpoint, parsed)
-        self._request.dial = parsed
+        self._request.dial = self._model.dial(dial)
 
     @property
     def result(self) -> Generation:
@@ -124,4 +135,4 @@ class Stream(Iterator[str]):
 
 def _is_batch(prompt: Any) -> bool:
     """Is this a list of prompts rather than one prompt, that is, a list of texts or of lists?"""
-    return not isinstance(prompt, str) and bool(prompt) and not isinstance(prompt[0], dict | int)
+    return not isinstance(prompt, str) and len(prompt) > 0 and not isinstance(prompt[0], Mapping | Integral)

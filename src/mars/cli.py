@@ -97,7 +97,7 @@ def chat(
     """Chat in the terminal; /dial turns the dial between two answers."""
     console = Console(soft_wrap=True, highlight=False)
     loaded = _load(model, adapter, dial)
-    turned = dial or (loaded.settings.dial if loaded.settings else "one-token")
+    turned = loaded.dial(dial)
     history: list[dict[str, str]] = []
     console.print(f"{model}, dial {turned}. {CHAT_HELP}.", style="dim", markup=False)
     while (line := _read_line()) is not None:
@@ -110,7 +110,7 @@ def chat(
             elif command == "/system":
                 system = rest or None
             elif command == "/dial":
-                turned = _turn(loaded, rest)
+                turned = loaded.dial(rest)
                 console.print(f"dial {turned}", style="dim")
             elif command.startswith("/"):
                 console.print(CHAT_HELP, style="dim", markup=False)
@@ -187,15 +187,6 @@ def _load(model: str, adapter: str | None, dial: str | None) -> Model:
         return load(model, adapter=adapter)
 
 
-def _turn(model: Model, dial: str) -> str:
-    from mars.decoding.decoder import require_masks
-    from mars.method.dials import Dial
-
-    parsed = Dial.parse(dial)
-    require_masks(model.checkpoint, parsed)
-    return str(parsed)
-
-
 def _say(console: Console, model: Model, messages: list[dict[str, str]], **options: object) -> str:
     """Stream one answer; Ctrl-C cuts it short but keeps what was said."""
     stream = model.stream(messages, **options)
@@ -234,8 +225,6 @@ def main() -> None:
         message = " ".join(str(error).split())
         typer.echo(f"error: {message}", err=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from tests.conftest import FAMILIES, MASK, tiny_checkpoint
 from tests.decoding.test_exactness import prompts
 
 PREFIXES = prompts(4, seed=2, longest=30)
-TREES = [lay_out([1, 2], [3, 4, 5], mask=MASK, masks=2, points=points) for points in ({0, 1, 2, 3}, {0, 3}, {3}, {1})]
+TREES = [lay_out([1, 2], [3, 4, 5], mask=MASK, masks=3, points=points) for points in ({0, 1, 2, 3}, {0, 3}, {3}, {1})]
 CHAINS = [lay_out([7], list(range(claims)), mask=MASK, masks=3, points={claims}) for claims in (0, 3, 1, 2)]
 
 
@@ -42,8 +42,17 @@ def window_logits(checkpoint: Checkpoint, windows: list[Window]) -> torch.Tensor
 @pytest.mark.parametrize("windows", [CHAINS, TREES], ids=["chains", "trees"])
 @torch.inference_mode()
 def test_every_path_sees_what_the_plain_model_sees(family: str, windows: list[Window]) -> None:
-    checkpoint = tiny_checkpoint(family)
+    check_paths(tiny_checkpoint(family), windows)
+
+
+@torch.inference_mode()
+def test_a_sliding_window_shorter_than_a_group_counts_positions_not_slots() -> None:
+    check_paths(tiny_checkpoint("mistral", sliding_window=2), TREES)
+
+
+def check_paths(checkpoint: Checkpoint, windows: list[Window]) -> None:
     logits = window_logits(checkpoint, windows)
+    assert logits.isfinite().all(), "padding must not turn into NaN"
     for row, window in enumerate(windows):
         for index in range(window.anchor, len(window.tokens)):
             expected = plain_logits(checkpoint, PREFIXES[row] + path(window, index))

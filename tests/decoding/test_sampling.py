@@ -38,7 +38,9 @@ def ar_probabilities(checkpoint: Checkpoint, sampling: Sampling) -> dict[tuple[i
     batch = SamplingBatch([sampling] * len(texts), VOCABULARY, MASK)
     with own_attention(checkpoint.module) as model, torch.inference_mode():
         logits = model(torch.tensor([[*PROMPT, *text] for text in texts])).logits[:, len(PROMPT) - 1 : -1]
-    policy = batch.policy(batch.adjust(logits))
+    written = torch.nn.functional.one_hot(torch.tensor(texts), VOCABULARY).cumsum(1)
+    counts = torch.cat([torch.zeros_like(written[:, :1]), written[:, :-1]], 1)
+    policy = batch.policy(batch.adjust(logits, counts > 0, counts))
     chosen = policy.gather(2, torch.tensor(texts)[:, :, None])[:, :, 0]
     return dict(zip(texts, chosen.double().prod(1).tolist(), strict=True))
 
@@ -71,7 +73,13 @@ def p_value(checkpoint: Checkpoint, sampling: dict, dial: str = "exact", shape: 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 @pytest.mark.parametrize(
-    "sampling", [{"temperature": 1.0}, {"temperature": 1.5, "top_p": 0.9}, {"temperature": 0.8, "top_k": 3}]
+    "sampling",
+    [
+        {"temperature": 1.0},
+        {"temperature": 1.0, "frequency_penalty": 1.0},
+        {"temperature": 1.5, "top_p": 0.9},
+        {"temperature": 0.8, "top_k": 3},
+    ],
 )
 def test_exact_samples_the_ar_distribution(checkpoint: Checkpoint, sampling: dict, shape: str) -> None:
     assert p_value(checkpoint, sampling, shape=shape) > 1e-3

@@ -52,7 +52,10 @@ def test_any_tokens_survive(tokenizer: PreTrainedTokenizerBase, data: st.DataObj
     """
     tokens = data.draw(st.lists(st.integers(0, min(len(tokenizer), 400) - 1), max_size=20))
     whole, streamed = tokenizer.decode(tokens, skip_special_tokens=True), "".join(pieces(tokenizer, tokens))
-    assert streamed == whole or ("<0x00>" in tokenizer.get_vocab() and "\ufffd" in whole)
+    if "<0x00>" in tokenizer.get_vocab() and "\ufffd" in whole:
+        assert streamed.startswith(whole[: whole.index("\ufffd")])
+    else:
+        assert streamed == whole
 
 
 def test_no_piece_shows_half_a_character(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -68,21 +71,16 @@ def test_no_piece_shows_half_a_character(tokenizer: PreTrainedTokenizerBase) -> 
 def test_stop_strings(text: str, stops: list[str], data: st.DataObject) -> None:
     """However the text is cut into pieces, what comes out ends right before the first stop string."""
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
-    filtered, shown = StopStrings(stops), ""
+    filtered, shown, hit = StopStrings(stops), "", None
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
         shown += filtered.feed(text[start:end])
+        hit = min((text[:end].find(stop) for stop in stops if stop in text[:end]), default=None)
+        assert filtered.hit == (hit is not None)
         if filtered.hit:
             break
     else:
         shown += filtered.flush()
-    ends = [text.find(stop) for stop in stops if stop in text]
-    assert filtered.hit == bool(ends)
-    assert text.startswith(shown)
-    if ends and not cuts:
-        assert shown == text[: min(ends)]
-    elif not ends:
-        assert shown == text
-    assert not any(stop in shown for stop in stops)
+    assert shown == (text if hit is None else text[:hit])
 
 
 def test_an_empty_stop_string_stops_nothing() -> None:

@@ -45,6 +45,11 @@ def test_parse(text: str, expected: Dial) -> None:
     assert Dial.parse(text) == expected
 
 
+def test_a_measure_belongs_to_threshold() -> None:
+    with pytest.raises(MarsError, match="unknown dial"):
+        Dial("exact", measure="margin")
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

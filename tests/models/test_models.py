@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -116,11 +117,39 @@ def test_truncated_weights_are_noticed(folder: Path) -> None:
         mars.load(folder)
 
 
+def test_missing_weights_are_noticed(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.self_attn.q_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(MarsError, match="1 weights are missing"):
+        mars.load(folder)
+
+
+def test_a_damaged_generation_config_is_noticed(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"mars": {')
+    with pytest.raises(MarsError, match=r"generation_config\.json is damaged"):
+        mars.load(folder)
+
+
+def test_a_mask_token_outside_the_vocabulary(folder: Path) -> None:
+    config = folder / "generation_config.json"
+    config.write_text(config.read_text().replace(f'"mask_token_id": {MASK}', '"mask_token_id": 99'))
+    with pytest.raises(MarsError, match="its mask token is 99"):
+        mars.load(folder)
+
+
+def test_home_is_spelled_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert mars.load("~/tiny").settings is not None
+    with pytest.raises(MarsError, match="there is no folder"):
+        mars.load("~/other")
+
+
 # --- the mask token
 
 
-def words(*specials: str, template: str | None = None) -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<end>": 2}, unk_token="a"))
+def words(*specials: str, template: str | None = None, hole: int = 2) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<end>": hole}, unk_token="a"))
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<end>",
@@ -137,6 +166,7 @@ def words(*specials: str, template: str | None = None) -> PreTrainedTokenizerFas
         (words("<file>", "<repo>"), 5, 4),  # any unused special token
         (words("<user>", "<repo>", template="{{'<repo>'}}"), 5, 3),  # but not one that the chat template uses
         (words(), 3, 3),  # a new row
+        (words(hole=9), 10, 10),  # a vocabulary with holes: the last row is not spare
     ],
 )
 def test_choosing_a_mask_token(tokenizer, rows: int, expected: int) -> None:
@@ -163,6 +193,34 @@ def test_adapters_merge(folder: Path, tmp_path: Path) -> None:
         assert not isinstance(model.checkpoint.module, PeftModel)
         assert torch.allclose(logits(model.checkpoint.module), expected, atol=1e-4)
         assert model.settings == Settings(MASK, 4, "exact")
+
+
+def test_an_adapter_may_bring_a_new_mask_row(tmp_path: Path) -> None:
+    tokenizer = words()
+    base = tiny_checkpoint("llama", vocab_size=3, eos_token_id=2, pad_token_id=2).module
+    save_checkpoint(Checkpoint("base", base, tokenizer), tmp_path / "base")
+    mask = choose_mask_token(base, tokenizer)
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear", trainable_token_indices=[mask]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    Settings(mask).write(base.generation_config)
+    base.generation_config.save_pretrained(tmp_path / "adapter")
+    model = mars.load(tmp_path / "base", adapter=tmp_path / "adapter")
+    assert (mask, model.checkpoint.vocabulary) == (3, 4)
+    assert model.generate([0, 1], max_new_tokens=4).tokens > 0
+
+
+def test_an_adapter_with_missing_weights_is_refused(folder: Path, tmp_path: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    get_peft_model(base, LoraConfig(r=2, target_modules="all-linear")).save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights = load_file(path)
+    save_file(dict(list(weights.items())[1:]), path)
+    with pytest.raises(MarsError, match="missing adapter keys"):
+        mars.load(folder, adapter=tmp_path / "adapter")
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{")
+    with pytest.raises(MarsError, match="does not say which model"):
+        mars.load(tmp_path / "adapter")
 
 
 def test_an_adapter_may_bring_the_settings(folder: Path, tmp_path: Path) -> None:

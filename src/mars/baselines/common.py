@@ -5,19 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mars.decoding.decoder import check_request
 from mars.decoding.request import Answer, Request
 from mars.errors import MarsError
 from mars.method.dials import Dial, DialBatch, confidence, leading
+from mars.method.sampling import Sampling
 from mars.models.checkpoint import Checkpoint
 
 
 def open_answer(checkpoint: Checkpoint, request: Request) -> Answer:
-    if not request.sampling.greedy:
-        raise MarsError("the baselines are greedy: set temperature to 0")
+    check_request(checkpoint, request)
+    if request.sampling != Sampling(seed=request.sampling.seed):
+        raise MarsError("the baselines are greedy: temperature, penalties and logit_bias must be off")
     return Answer(request, checkpoint.tokenizer, checkpoint.end_tokens, checkpoint.context)
 
 
-def require_mask(checkpoint: Checkpoint) -> int:
+def mask_token(checkpoint: Checkpoint) -> int:
     if checkpoint.mask_token_id is None:
         raise MarsError(f"{checkpoint.name} has no MARS settings: this baseline needs a mask token")
     return checkpoint.mask_token_id

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mars.baselines.common import believed, open_answer, require_mask, without_mask
+from mars.baselines.common import believed, mask_token, open_answer, without_mask
 from mars.baselines.jacobi import count_matches
 from mars.decoding.attention import NAME
 from mars.decoding.cache import Cache
@@ -68,7 +68,7 @@ def draft_model(
     drafter = _Drafter(draft, Dial.parse(draft_dial), capacity)
     cache, cursor = Cache(1, capacity), 0
     text, free = list(request.prompt), list[int]()
-    mask = require_mask(target) if target_masks else 0
+    mask = mask_token(target) if target_masks else 0
     while answer.finish_reason is None:
         free = free[: min(drafts, answer.room - 1)]
         claims = free + drafter.propose(text + free, min(drafts, answer.room - 1) - len(free))

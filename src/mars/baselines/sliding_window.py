@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mars.baselines.common import believed, open_answer, require_mask, without_mask
+from mars.baselines.common import believed, mask_token, open_answer, without_mask
 from mars.decoding.attention import own_attention
 from mars.decoding.request import Generation, Request
 from mars.models.checkpoint import Checkpoint
@@ -14,7 +14,7 @@ from mars.models.checkpoint import Checkpoint
 def sliding_window(checkpoint: Checkpoint, request: Request) -> Generation:
     """Feed text and ``block_size - 1`` masks, emit the AR token and the masks that pass the dial's threshold."""
     answer = open_answer(checkpoint, request)
-    masks = [require_mask(checkpoint)] * (request.block_size - 1)
+    masks = [mask_token(checkpoint)] * (request.block_size - 1)
     trusted: list[int] = []
     with own_attention(checkpoint.module) as model:
         while answer.finish_reason is None:

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from mars.decoding.cache import Cache
+from mars.errors import MarsError
 from mars.method.windows import WindowBatch
 
 NAME = "mars_windows"
@@ -31,6 +32,10 @@ class WindowAttention:
     """(rows,): how much of each row's cache is valid"""
     length: int
     """Slots in use by the longest row, this forward's included"""
+    calls: int = 0
+    """How many layers have attended"""
+    slides: bool = False
+    """Did one of them have a sliding window?"""
     slots: Tensor = field(init=False)
     positions: Tensor = field(init=False)
     _masks: dict[tuple[int | None, int], Tensor] = field(init=False, default_factory=dict)
@@ -77,7 +82,7 @@ def attend(
     value: Tensor,
     _attention_mask: Tensor | None,
     *,
-    windows: WindowAttention,
+    windows: WindowAttention | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -85,6 +90,10 @@ def attend(
     **_: object,
 ) -> tuple[Tensor, None]:
     """Attend (rows, heads, width, size) queries; heads that share keys are folded so each key is read once."""
+    if windows is None:
+        raise MarsError(f"{type(module).__name__} does not hand the windows of a forward down to its attention")
+    windows.calls += 1
+    windows.slides |= sliding_window is not None
     key, value = windows.cache.write(module.layer_idx, key, value, windows.slots, windows.length)  # type: ignore[arg-type]
     rows, heads, width, size = query.shape
     shared = key.shape[1]

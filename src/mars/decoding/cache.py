@@ -31,9 +31,9 @@ class Cache:
 
     def keep(self, rows: Sequence[int]) -> list[int]:
         """Keep these rows and say in which order: rows from the end are copied into the places left free."""
-        places = range(len(rows))
+        places, kept = range(len(rows)), set(rows)
         movers = iter(row for row in rows if row not in places)
-        order = [place if place in rows else next(movers) for place in places]
+        order = [place if place in kept else next(movers) for place in places]
         for store in (tensor for pair in self._layers.values() for tensor in pair):
             for place, row in enumerate(order):
                 if place != row:

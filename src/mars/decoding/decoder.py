@@ -50,13 +50,11 @@ class Row:
     def window(self, mask: int | None) -> Window:
         request = self.answer.request
         self.dial = request.dial
-        if not self.settled and not self.dial.checks:
-            self.claims, self.settled = [], True  # the dial was turned: nobody will check these
         if mask is None or not self.dial.uses_masks:
             return lay_out(self.sure, self.claims)
         count = len(self.claims)
         points = (count,) if self.settled else request.shape.points(count)
-        room = self.answer.room - (0 if self.settled else count)
+        room = self.answer.room - (0 if self.settled else count) - 1
         masks = min(request.block_size - 1, room)
         return lay_out(self.sure, self.claims, mask=mask, masks=masks, points=points)
 
@@ -80,7 +78,7 @@ class Decoder:
 
     def __init__(self, checkpoint: Checkpoint, requests: Sequence[Request]) -> None:
         for request in requests:
-            _check(checkpoint, request)
+            check_request(checkpoint, request)
         self.checkpoint = checkpoint
         self.answers = [
             Answer(each, checkpoint.tokenizer, checkpoint.end_tokens, checkpoint.context) for each in requests
@@ -111,12 +109,11 @@ class Decoder:
 
     def _prefill(self) -> None:
         """Run long prompts up to their last chunk. Other rows ride along without moving their cursors."""
-        while any(len(row.sure) > PREFILL_CHUNK for row in self._rows):
-            long = [row for row in self._rows if len(row.sure) > PREFILL_CHUNK]
-            self._forward([lay_out(row.sure[: PREFILL_CHUNK if row in long else 1]) for row in self._rows])
-            for row in long:
-                row.cursor += PREFILL_CHUNK
-                row.sure = row.sure[PREFILL_CHUNK:]
+        while any(chunks := [PREFILL_CHUNK * (len(row.sure) > PREFILL_CHUNK) for row in self._rows]):
+            self._forward([lay_out(row.sure[: chunk or 1]) for row, chunk in zip(self._rows, chunks, strict=True)])
+            for row, chunk in zip(self._rows, chunks, strict=True):
+                row.cursor += chunk
+                row.sure = row.sure[chunk:]
 
     def _forward(self, windows: Sequence[Window]) -> tuple[WindowBatch, Tensor]:
         return forward(self.checkpoint, self._cache, [row.cursor for row in self._rows], windows)
@@ -186,14 +183,18 @@ class Decoder:
         self._seen |= self._counts > 0
 
 
-def _check(checkpoint: Checkpoint, request: Request) -> None:
+def check_request(checkpoint: Checkpoint, request: Request) -> None:
+    """Raise if the request cannot be served."""
     require_masks(checkpoint, request.dial)
     if not request.prompt:
         raise MarsError("the prompt is empty: give at least one token")
+    if not 0 <= min(request.prompt) <= max(request.prompt) < checkpoint.vocabulary:
+        raise MarsError(f"the prompt has tokens outside the vocabulary of {checkpoint.vocabulary}")
     if request.max_new_tokens < 1:
         raise MarsError(f"max_new_tokens must be at least 1, not {request.max_new_tokens}")
-    if request.block_size < 2 and request.dial.uses_masks:
-        raise MarsError(f"block_size must be at least 2 for the dial {request.dial}, not {request.block_size}")
+    least = 2 if request.dial.uses_masks else 1
+    if not isinstance(request.block_size, int) or request.block_size < least:
+        raise MarsError(f"block_size must be at least {least} for the dial {request.dial}, not {request.block_size}")
     if checkpoint.context is not None and len(request.prompt) >= checkpoint.context:
         raise MarsError(
             f"the prompt has {len(request.prompt)} tokens, but {checkpoint.name} holds {checkpoint.context} together "

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mars.decoding.attention import WindowAttention
 from mars.decoding.cache import Cache
+from mars.errors import MarsError
 from mars.method.tensors import send
 from mars.method.windows import Window, WindowBatch, stack
 from mars.models.checkpoint import Checkpoint
@@ -31,4 +32,16 @@ def forward(
         logits_to_keep=batch.tail,
         windows=attention,
     )
+    _check_layers(checkpoint, attention)
     return batch, output.logits
+
+
+def _check_layers(checkpoint: Checkpoint, attention: WindowAttention) -> None:
+    """Raise if a layer of the model went its own way: the logits would be wrong without a word."""
+    config = checkpoint.module.config.get_text_config(decoder=True)
+    types = getattr(config, "layer_types", None)
+    should_slide = "sliding_attention" in types if types else getattr(config, "sliding_window", None) is not None
+    if attention.calls != config.num_hidden_layers or should_slide > attention.slides:
+        raise MarsError(
+            f"{checkpoint.name} cannot be used: not all of its layers use transformers' attention interface"
+        )

@@ -171,7 +171,7 @@ class Answer:
         piece = self._stops.feed(self._detokenizer.feed(token))
         if self._stops.hit:
             self.finish_reason = "stop"
-        elif not self.room:
+        elif self.room <= 0:
             self.finish_reason = "length"
         return piece
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mars.errors import MarsError
-from mars.method.sampling import ACCEPT, DRAFT, DRAW, SamplingBatch, draw, residual, uniform
+from mars.method.sampling import ACCEPT, DRAFT, DRAW, SamplingBatch, residual, uniform
 from mars.method.tensors import send
 from mars.method.windows import WindowBatch
 
@@ -40,7 +40,8 @@ class Dial:
     measure: Measure = "probability"
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind) or self.measure not in MEASURES:
+        measures = MEASURES if self.kind == "threshold" else MEASURES[:1]
+        if self.kind not in get_args(Kind) or self.measure not in measures:
             raise MarsError(f"unknown dial {self.kind}:{self.measure}: {USAGE}")
         if self.kind in ("one-token", "exact"):
             if self.value is not None:
@@ -58,7 +59,7 @@ class Dial:
             return text
         name, _, number = text.strip().partition("=")
         kind, _, measure = name.partition(":")
-        if kind not in get_args(Kind) or (measure and (kind != "threshold" or measure not in MEASURES)):
+        if kind not in get_args(Kind) or (measure and kind != "threshold"):
             raise MarsError(f"unknown dial {text!r}: {USAGE}")
         try:
             value = float(number) if number else None
@@ -159,13 +160,13 @@ def decide(
         proposed = _behind(claim_policy, accepted.clamp(max=claims.shape[1] - 1))
         here = torch.where(rejected, residual(here, proposed), here)
     next_position = positions + 1 + accepted
-    token = draw(here, uniform(sampling.seeds, next_position[:, None], DRAW)[:, 0])
+    token = sampling.draw(here[:, None], next_position[:, None], DRAW)[:, 0]
 
     mask_logits, draft_count = windows.mask_logits(logits, accepted)
     mask_logits = sampling.adjust(mask_logits, *(_behind(tokens, accepted)[:, None] for tokens in history))
     draft_policy = sampling.policy(mask_logits)
     slots = torch.arange(windows.masks, device=claims.device)
-    drafts = draw(draft_policy, uniform(sampling.seeds, next_position[:, None] + 1 + slots, DRAFT))
+    drafts = sampling.draw(draft_policy, next_position[:, None] + 1 + slots, DRAFT)
     believed = confidence(mask_logits, dials) >= dials.trust[:, None]
     trusted = leading(believed & (slots < draft_count[:, None]))
     return Decision(accepted, agrees, token, drafts, draft_count, trusted, None if sampling.greedy else draft_policy)

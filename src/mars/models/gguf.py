@@ -8,12 +8,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from mars.errors import MarsError
+from mars.models.support import refuse_gaps
 
 
 def load_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load model and tokenizer, free of every trace that the weights were quantised once."""
     try:
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=dtype, output_loading_info=True
+        )
+        refuse_gaps(report)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:  # damaged files raise anything from KeyError to numpy's own errors
         raise MarsError(f"{path} could not be read as a GGUF model: {error}") from error

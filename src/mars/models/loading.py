@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from mars.errors import MarsError
@@ -14,8 +22,8 @@ from mars.models import builtin
 from mars.models.checkpoint import Checkpoint
 from mars.models.gguf import load_gguf
 from mars.models.layout import store_by_columns
-from mars.models.settings import Settings
-from mars.models.support import refuse_config, refuse_model
+from mars.models.settings import Settings, rows_needed
+from mars.models.support import refuse_config, refuse_gaps, refuse_model
 
 ADAPTER_FILE = "adapter_config.json"
 
@@ -29,11 +37,11 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Load a hub id, a local folder, a local GGUF file, the built-in ``smollm2-135m``, or a peft adapter folder.
 
-    ``adapter`` is merged into the model. The device is the fastest there is, the dtype bfloat16 on an accelerator
-    and float32 on a CPU, unless given.
+    ``adapter`` is merged into the model. The device is a CUDA GPU if there is one, else the CPU; the dtype bfloat16
+    on the one and float32 on the other, unless given.
     """
     logging.disable_progress_bar()
-    name = str(name)
+    name = _expand(name)
     if (Path(name) / ADAPTER_FILE).is_file():
         name, adapter = _base_of(Path(name)), adapter or name
     device = _pick_device(device)
@@ -42,11 +50,22 @@ def load_checkpoint(
     refuse_model(name, model)
     settings = Settings.read(model.generation_config)
     if adapter is not None:
-        model, settings = _merge(model, Path(adapter), settings)
+        folder = Path(_expand(adapter))
+        tokenizer = _adopt_tokenizer(model, tokenizer, folder)
+        model = _merge(model, folder)
+        settings = _adapter_settings(folder) or settings
     model = model.to(device).eval().requires_grad_(False)
     if device.type == "cpu":
         store_by_columns(model)
-    return Checkpoint(name, model, tokenizer, settings)
+    checkpoint = Checkpoint(name, model, tokenizer, settings)
+    if settings is not None and settings.mask_token_id >= checkpoint.vocabulary:
+        raise MarsError(f"{name} has {checkpoint.vocabulary} tokens, but its mask token is {settings.mask_token_id}")
+    return checkpoint
+
+
+def _expand(name: str | Path) -> str:
+    """Spell out a leading ``~``; anything else, a hub id above all, stays as it is."""
+    return str(Path(name).expanduser()) if str(name).startswith("~") else str(name)
 
 
 def _load(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -54,18 +73,28 @@ def _load(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTok
         if not Path(name).is_file():
             raise MarsError(f"there is no file {name}")
         return load_gguf(Path(name), dtype)
-    if name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir():
+    if name.startswith(("/", ".")) and not Path(name).is_dir():
         raise MarsError(f"there is no folder {name}")
-    source = str(builtin.builtin_folder()) if name == builtin.NAME else str(Path(name).expanduser())
+    source = str(builtin.builtin_folder()) if name == builtin.NAME else name
+    _check_generation_config(Path(source))
     try:
-        config = AutoConfig.from_pretrained(source)
-        refuse_config(name, config)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        refuse_config(name, AutoConfig.from_pretrained(source))
+        model, report = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
+        refuse_gaps(report)
         return model, AutoTokenizer.from_pretrained(source)
     except MarsError:
         raise
     except Exception as error:  # transformers, safetensors and the hub client each raise their own
         raise MarsError(_explain(name, error)) from error
+
+
+def _check_generation_config(folder: Path) -> None:
+    """transformers ignores a damaged file, and with it the settings and the end tokens."""
+    try:
+        if (path := folder / "generation_config.json").is_file():
+            json.loads(path.read_text())
+    except ValueError as error:
+        raise MarsError(f"{path} is damaged: {error}") from None
 
 
 def _explain(name: str, error: Exception) -> str:
@@ -77,33 +106,52 @@ def _explain(name: str, error: Exception) -> str:
 
 
 def _base_of(adapter: Path) -> str:
-    base = json.loads((adapter / ADAPTER_FILE).read_text()).get("base_model_name_or_path")
+    try:
+        base = json.loads((adapter / ADAPTER_FILE).read_text())["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError):
+        base = None
     if not base:
         raise MarsError(f"{adapter} does not say which model it adapts: load that model and pass the adapter to it")
-    return str(base)
+    return _expand(base)
 
 
-def _merge(model: PreTrainedModel, adapter: Path, settings: Settings | None) -> tuple[PreTrainedModel, Settings | None]:
-    """Fold a peft adapter into the weights; an adapter folder may bring its own MARS settings."""
+def _adopt_tokenizer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, adapter: Path
+) -> PreTrainedTokenizerBase:
+    """An adapter may bring a tokenizer with a new mask token, which needs a new row."""
+    if not (adapter / "tokenizer_config.json").is_file():
+        return tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(adapter)
+    if rows_needed(tokenizer) > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(rows_needed(tokenizer), mean_resizing=False)
+    return tokenizer
+
+
+def _merge(model: PreTrainedModel, adapter: Path) -> PreTrainedModel:
+    """Fold a peft adapter into the weights."""
     from peft import PeftModel
-    from transformers import GenerationConfig
 
     if not (adapter / ADAPTER_FILE).is_file():
         raise MarsError(f"{adapter} is not an adapter folder: it has no {ADAPTER_FILE}")
     try:
-        merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*missing adapter keys.*")
+            return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     except Exception as error:  # peft raises what the mismatch happens to hit
         raise MarsError(f"the adapter {adapter} does not fit the model: {error}") from error
-    if (adapter / "generation_config.json").is_file():
-        settings = Settings.read(GenerationConfig.from_pretrained(adapter)) or settings
-    return merged, settings
+
+
+def _adapter_settings(adapter: Path) -> Settings | None:
+    _check_generation_config(adapter)
+    if not (adapter / "generation_config.json").is_file():
+        return None
+    return Settings.read(GenerationConfig.from_pretrained(adapter))
 
 
 def _pick_device(device: str | torch.device | None) -> torch.device:
     if device is not None:
         return torch.device(device)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator or torch.device("cpu")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:

@@ -27,8 +27,10 @@ class Settings:
     dial: str = "exact"
 
     def __post_init__(self) -> None:
-        if self.block_size < 2:
-            raise MarsError(f"block_size must be 2 or more, not {self.block_size}")
+        if not isinstance(self.mask_token_id, int) or self.mask_token_id < 0:
+            raise MarsError(f"mask_token_id must be a token id, not {self.mask_token_id!r}")
+        if not isinstance(self.block_size, int) or self.block_size < 2:
+            raise MarsError(f"block_size must be a whole number of 2 or more, not {self.block_size!r}")
         Dial.parse(self.dial)
 
     @classmethod
@@ -39,7 +41,7 @@ class Settings:
             return None
         try:
             return cls(**stored)
-        except (TypeError, MarsError) as error:
+        except (TypeError, AttributeError, MarsError) as error:
             raise MarsError(f"the {KEY!r} settings in generation_config.json are not usable: {error}") from None
 
     def write(self, config: GenerationConfig) -> None:
@@ -50,15 +52,20 @@ class Settings:
 def choose_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
     """A token id that text never uses: a spare row of the embedding, else an unused special token, else a new row."""
     rows = model.get_input_embeddings().num_embeddings
-    if rows > len(tokenizer):
+    if rows > rows_needed(tokenizer):
         return rows - 1
     unused = _unused_special_tokens(model, tokenizer)
     if unused:
         telling = [token for token, name in unused.items() if SPARE_NAME.search(name)]
         return (telling or list(unused))[-1]
-    tokenizer.add_special_tokens({"additional_special_tokens": [NEW_TOKEN]})
-    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    tokenizer.add_tokens([NEW_TOKEN], special_tokens=True)
+    model.resize_token_embeddings(rows_needed(tokenizer), mean_resizing=False)
     return int(tokenizer.convert_tokens_to_ids(NEW_TOKEN))
+
+
+def rows_needed(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Rows an embedding must have; more than the number of tokens where ids have holes."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def _unused_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

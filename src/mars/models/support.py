@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mars.errors import MarsError
@@ -20,10 +22,18 @@ def refuse_config(name: str, config: PreTrainedConfig) -> None:
 
 def refuse_model(name: str, model: PreTrainedModel) -> None:
     """Raise with the reason if the loaded module cannot work."""
+    refuse_config(name, model.config)
     if model._is_stateful:
         raise MarsError(f"{name} cannot be used: it keeps a recurrent state, which cannot be rolled back")
     if not model._supports_attention_backend:
         raise MarsError(f"{name} cannot be used: {type(model).__name__} does not use transformers' attention interface")
+
+
+def refuse_gaps(report: dict[str, Any]) -> None:
+    """transformers fills missing weights with random ones; a model like that must not speak."""
+    gaps = [*report["missing_keys"], *report["mismatched_keys"]]
+    if gaps:
+        raise ValueError(f"{len(gaps)} weights are missing or have another shape, {gaps[0]} first")
 
 
 def _reason(config: PreTrainedConfig, text: PreTrainedConfig) -> str | None:
