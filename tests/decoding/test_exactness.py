@@ -17,6 +17,7 @@ from tests.conftest import END, FAMILIES, MASK, tiny_checkpoint
 
 NEW_TOKENS = 24
 SHAPES = ["chain", "tree=2", "tree"]
+"""Trees of one, two and all groups"""
 
 
 def prompts(rows: int, seed: int = 1, longest: int = 20) -> list[list[int]]:
