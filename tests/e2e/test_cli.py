@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mars import Model
 from mars.models import builtin
 
 
@@ -49,12 +50,16 @@ def test_plain_text_is_the_text_and_the_prompt_may_come_from_standard_input() ->
     assert piped.stdout == json.loads(typed.stdout)["text"] + "\n"
 
 
-def test_chat_remembers_and_turns_the_dial() -> None:
+def test_chat_remembers_and_turns_the_dial(smollm: Model) -> None:
     lines = ["My name is Ada.", "/dial exact", "What is my name?", "/dial warp", "/help", "/reset", "/exit"]
     done = mars("chat", "--max-new-tokens", "16", stdin="\n".join(lines) + "\n")
     assert done.returncode == 0, done.stderr
-    assert "dial one-token" in done.stdout and "dial exact" in done.stdout
-    assert "Ada" in done.stdout.split("dial exact", 1)[1], "the chat forgot what was said before"
+    said = [{"role": "user", "content": "My name is Ada."}]
+    said.append({"role": "assistant", "content": smollm.generate(said, max_new_tokens=16).text})
+    said.append({"role": "user", "content": "What is my name?"})
+    remembered = smollm.generate(said, max_new_tokens=16).text
+    assert remembered != smollm.generate("What is my name?", max_new_tokens=16).text
+    assert remembered in done.stdout.split("dial exact", 1)[1]
     assert "error: unknown dial 'warp'" in done.stdout
     assert done.stdout.count("per second") == 2
 
