@@ -180,9 +180,12 @@ def _load(model: str, adapter: str | None, dial: str | None) -> Model:
     """Load a model, but look at the dial first: a typing mistake should not cost a download."""
     from mars.api import load
     from mars.method.dials import Dial
+    from mars.models import builtin
 
     if dial is not None:
         Dial.parse(dial)
+    if model == builtin.NAME:
+        builtin.fetch()  # shows its own progress
     with Console(stderr=True).status(f"Loading {model} …"):
         return load(model, adapter=adapter)
 

