@@ -31,6 +31,7 @@ CHAT_HELP = "/dial DIAL turns the dial, /system TEXT sets the system prompt, /re
 
 app = typer.Typer(
     help="Several tokens per forward pass from any instruct language model.",
+    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
