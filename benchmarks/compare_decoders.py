@@ -45,7 +45,7 @@ def with_dial(dial: str, window: str = "chain") -> Runner:
     return run
 
 
-def with_threshold(decoder: Callable[[Model, list[Request]], list[Generation]]) -> Runner:
+def with_threshold(decoder: Runner) -> Runner:
     """Run a baseline under the paper's threshold of 0.95."""
 
     def run(model: Model, requests: list[Request]) -> list[Generation]:

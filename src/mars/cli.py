@@ -179,6 +179,8 @@ def _summary(answer: Generation) -> str:
 
 def _load(model: str, adapter: str | None, dial: str | None) -> Model:
     """Load a model, but look at the dial first: a typing mistake should not cost a download."""
+    from transformers.utils import logging
+
     from mars.api import load
     from mars.method.dials import Dial
     from mars.models import builtin
@@ -187,6 +189,9 @@ def _load(model: str, adapter: str | None, dial: str | None) -> Model:
         Dial.parse(dial)
     if model == builtin.NAME:
         builtin.fetch()  # shows its own progress
+    if model != builtin.NAME and sys.stderr.isatty():
+        return load(model, adapter=adapter)  # may be gigabytes: transformers shows its bars
+    logging.disable_progress_bar()
     with Console(stderr=True).status(f"Loading {model} …"):
         return load(model, adapter=adapter)
 

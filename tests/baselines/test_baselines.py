@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mars import MarsError
@@ -107,5 +109,8 @@ def test_refusals() -> None:
         jacobi(checkpoint, Request([1, 2], sampling=Sampling(temperature=1.0)))
     with pytest.raises(MarsError, match="vocabularies differ"):
         draft_model(checkpoint, tiny_checkpoint("llama", vocab_size=20), Request([1, 2]))
+    untrained = replace(checkpoint, settings=None)
+    with pytest.raises(MarsError, match="mars train"):
+        draft_model(checkpoint, untrained, Request([1, 2]), draft_dial="threshold=0.5")
     with pytest.raises(MarsError, match="cached_block"):
         block_cache(checkpoint, requests("threshold=0.5"), 0)

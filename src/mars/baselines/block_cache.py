@@ -76,9 +76,8 @@ def block_cache(checkpoint: Checkpoint, requests: Sequence[Request], cached_bloc
         for row, anchor, own in zip(rows, batch.anchor.tolist(), without_mask(checkpoint, logits), strict=True):
             if row.block_start == len(row.text) and not row.finished:
                 row.cached = len(row.text)  # the first forward of a block has just written the block before it
-            if row.filled(cached_block):
-                if not row.finished:
-                    row.answer.emit([])  # idle: the forward was paid for
-            else:
+            if not row.filled(cached_block):
                 row.read(own[anchor:])
+            elif not row.finished:
+                row.answer.emit([])  # idle: the forward was paid for
     return [row.answer.generation() for row in rows]

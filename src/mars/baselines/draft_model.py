@@ -13,6 +13,7 @@ from mars.baselines.common import believed, mask_token, open_answer, without_mas
 from mars.baselines.jacobi import count_matches
 from mars.decoding.attention import NAME
 from mars.decoding.cache import Cache
+from mars.decoding.decoder import require_masks
 from mars.decoding.forward import forward
 from mars.decoding.request import Generation, Request
 from mars.errors import MarsError
@@ -61,6 +62,7 @@ def draft_model(
     """Check ``drafts`` tokens per forward of the target; lossless. ``target_masks`` uses the target's masks too."""
     if target.vocabulary != draft.vocabulary:
         raise MarsError(f"{draft.name} cannot draft for {target.name}: their vocabularies differ")
+    require_masks(draft, Dial.parse(draft_dial))
     answer = open_answer(target, request)
     target.module.set_attn_implementation(NAME)
     masks = request.block_size - 1 if target_masks else 0

@@ -15,7 +15,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging
 
 from mars.errors import MarsError
 from mars.models import builtin
@@ -40,7 +39,6 @@ def load_checkpoint(
     ``adapter`` is merged into the model. The device is a CUDA GPU if there is one, else the CPU; the dtype bfloat16
     on the one and float32 on the other, unless given.
     """
-    logging.disable_progress_bar()
     name = _expand(name)
     if (Path(name) / ADAPTER_FILE).is_file():
         name, adapter = _base_of(Path(name)), adapter or name
