@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -125,6 +126,45 @@ def chat(
 
 
 @app.command()
+def train(recipe: Annotated[Path, typer.Argument(help="A recipe in YAML; see docs/training.md.")]) -> None:
+    """Train a model by a recipe; started again after a kill, it goes on where it stopped."""
+    from mars.training.recipe import read_recipe
+    from mars.training.run import train as run
+
+    typer.echo(f"The finished checkpoint is in {run(read_recipe(recipe))}")
+
+
+@app.command()
+def distill(
+    out: Annotated[Path, typer.Argument(help="JSONL file to write; if it is there, it is continued.")],
+    model: ModelOption = "smollm2-135m",
+    adapter: AdapterOption = None,
+    prompts: Annotated[list[str] | None, typer.Option(help="File, folder or hub name; may be given again.")] = None,
+    own_prompts: Annotated[int, typer.Option(help="Prompts that the model writes itself.")] = 0,
+    temperatures: Annotated[str, typer.Option(help="One answer to every prompt at each of these.")] = "0,0.8",
+    max_new_tokens: TokensOption = 256,
+    max_prompt_tokens: Annotated[int, typer.Option(help="Longer prompts are left out.")] = 512,
+    min_tokens: Annotated[int, typer.Option(help="Shorter answers are left out.")] = 4,
+    max_repetition: Annotated[float, typer.Option(help="Largest share of repeated four-token sequences.")] = 0.6,
+    drop_cut: Annotated[bool, typer.Option("--drop-cut", help="Leave out answers that hit the limit.")] = False,
+    rows: Annotated[int, typer.Option(help="Texts written at once.")] = 64,
+    seed: SeedOption = 0,
+) -> None:
+    """Let a model write its own training data: answers, and prompts too."""
+    from mars.training.distill import Distillation, Filters
+    from mars.training.distill import distill as run
+
+    filters = Filters(min_tokens, max_prompt_tokens, max_repetition, keep_cut=not drop_cut)
+    try:
+        heats = [float(each) for each in temperatures.split(",")]
+    except ValueError:
+        raise MarsError(f"--temperatures must be numbers with commas between them, not {temperatures!r}") from None
+    plan = Distillation(heats, max_new_tokens, own_prompts, rows, seed or 0, filters)
+    counts = run(_load(model, adapter, None).checkpoint, prompts or [], out, plan)
+    typer.echo(f"{out}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
+
+
+@app.command()
 def demo() -> None:
     """Show one-token, exact and threshold side by side on the built-in model."""
     console = Console(highlight=False)
@@ -133,10 +173,6 @@ def demo() -> None:
         "text and speed come from this machine, now.\n"
     )
     model = _load("smollm2-135m", None, None)
-    console.print(
-        "[yellow]This build ships the model without MARS training[/], so its masks guess badly: exact rejects the "
-        "guesses and writes the same text with no gain; threshold believes them and the text falls apart.\n"
-    )
     model.generate("Hello", max_new_tokens=4)  # the first forwards of a process are slow: keep them out of the table
     for prompt in DEMO_PROMPTS:
         answers = []
@@ -187,9 +223,10 @@ def _load(model: str, adapter: str | None, dial: str | None) -> Model:
 
     if dial is not None:
         Dial.parse(dial)
-    if model == builtin.NAME:
+    built_in = model in (builtin.NAME, builtin.BASE)
+    if built_in:
         builtin.fetch()  # shows its own progress
-    if model != builtin.NAME and sys.stderr.isatty():
+    if not built_in and sys.stderr.isatty():
         return load(model, adapter=adapter)  # may be gigabytes: transformers shows its bars
     logging.disable_progress_bar()
     with Console(stderr=True).status(f"Loading {model} …"):

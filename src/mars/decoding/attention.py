@@ -103,11 +103,11 @@ def attend(
         out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     else:
         sinks = None if s_aux is None else s_aux.view(1, shared, -1, 1).repeat_interleave(width, 2)
-        out = _spelled_out(folded, key, value, mask, scaling or size**-0.5, softcap, sinks)
+        out = spelled_out(folded, key, value, mask, scaling or size**-0.5, softcap, sinks)
     return out.reshape(rows, heads, width, -1).transpose(1, 2).contiguous(), None
 
 
-def _spelled_out(
+def spelled_out(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     """Attention with a cap on the scores (Gemma 2) or an extra score that attends to nothing (gpt-oss)."""

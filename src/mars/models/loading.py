@@ -34,7 +34,9 @@ def load_checkpoint(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
 ) -> Checkpoint:
-    """Load a hub id, a local folder, a local GGUF file, the built-in ``smollm2-135m``, or a peft adapter folder.
+    """Load a hub id, a local folder, a local GGUF file, a built-in name, or a peft adapter folder.
+
+    Built in are ``smollm2-135m`` and, without the adapter that makes it a MARS model, ``smollm2-135m-base``.
 
     ``adapter`` is merged into the model. The device is a CUDA GPU if there is one, else the CPU; the dtype bfloat16
     on the one and float32 on the other, unless given.
@@ -42,6 +44,8 @@ def load_checkpoint(
     name = _expand(name)
     if (Path(name) / ADAPTER_FILE).is_file():
         name, adapter = _base_of(Path(name)), adapter or name
+    elif name == builtin.NAME:
+        adapter = adapter or builtin.ADAPTER
     device = _pick_device(device)
     dtype = _pick_dtype(dtype, device)
     model, tokenizer = _load(name, dtype)
@@ -73,7 +77,7 @@ def _load(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTok
         return load_gguf(Path(name), dtype)
     if name.startswith(("/", ".")) and not Path(name).is_dir():
         raise MarsError(f"there is no folder {name}")
-    source = str(builtin.builtin_folder()) if name == builtin.NAME else name
+    source = str(builtin.builtin_folder()) if name in (builtin.NAME, builtin.BASE) else name
     _check_generation_config(Path(source))
     try:
         refuse_config(name, AutoConfig.from_pretrained(source))

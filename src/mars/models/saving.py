@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from mars.errors import MarsError
@@ -10,8 +11,11 @@ from mars.models.checkpoint import Checkpoint
 from mars.models.layout import store_by_columns, store_by_rows
 
 
-def save_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
-    """Save weights, tokenizer and settings to a folder that does not exist yet; it appears once it is complete."""
+def save_checkpoint(checkpoint: Checkpoint, folder: Path, add_files: Callable[[Path], None] | None = None) -> None:
+    """Save weights, tokenizer and settings to a folder that does not exist yet; it appears once it is complete.
+
+    ``add_files`` may put more into the folder before it appears.
+    """
     if folder.exists():
         raise MarsError(f"{folder} exists already: choose another folder or remove it")
     if checkpoint.settings is not None:
@@ -26,4 +30,6 @@ def save_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
             if checkpoint.device.type == "cpu":
                 store_by_columns(checkpoint.module)
         checkpoint.tokenizer.save_pretrained(unfinished)
+        if add_files is not None:
+            add_files(unfinished)
         unfinished.rename(folder)

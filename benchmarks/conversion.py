@@ -1,0 +1,137 @@
+"""What a conversion gained and what it cost: real decoding by dial, and how far the AR mode moved from its base.
+
+    python benchmarks/conversion.py --base smollm2-135m-base --model smollm2-135m --prompts spec_bench.jsonl.gz
+
+Prompts are rows that `mars distill` takes; a row's ``category`` groups the results. Everything is greedy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from provenance import collect
+
+import mars
+from mars.decoding.attention import own_attention
+from mars.decoding.request import Generation
+from mars.models import Checkpoint
+from mars.training.rows import to_prompt
+
+DIALS = (
+    "one-token",
+    "exact chain",
+    "exact tree",
+    "relaxed=0.3 chain",
+    "threshold=0.95",
+    "threshold=0.9",
+    "threshold=0.7",
+)
+
+
+def read_prompts(path: Path, limit: int | None) -> tuple[list[Any], list[str]]:
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        rows = [json.loads(line) for line in file]
+    rows = rows[:: max(1, len(rows) // limit)][:limit] if limit else rows
+    return [to_prompt(row) for row in rows], [str(row.get("category", "all")) for row in rows]
+
+
+def decode(model: mars.Model, prompts: Sequence[Any], batch: int, **options: Any) -> list[Generation]:
+    answers: list[Generation] = []
+    for start in range(0, len(prompts), batch):
+        answers += model.generate(list(prompts[start : start + batch]), **options)
+    return answers
+
+
+def summary(answers: Sequence[Generation]) -> dict[str, float]:
+    tokens, forwards = (sum(getattr(each, name) for each in answers) for name in ("tokens", "forwards"))
+    checked, agreed = (sum(getattr(each, name) for each in answers) for name in ("checked", "agreed"))
+    return {"tokens": tokens, "tokens_per_forward": tokens / forwards, "agreement": agreed / max(1, checked)}
+
+
+@torch.inference_mode()
+def losses(checkpoint: Checkpoint, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> tuple[float, int]:
+    """Summed loss of the answers' tokens, and how many there are."""
+    total, count = 0.0, 0
+    with own_attention(checkpoint.module) as model:
+        for start in range(0, len(prompts), 8):
+            pairs = list(zip(prompts[start : start + 8], answers[start : start + 8], strict=True))
+            longest = max(len(prompt) + len(answer) for prompt, answer in pairs)
+            ids = torch.zeros(len(pairs), longest, dtype=torch.long)
+            labels = torch.full_like(ids, -100)
+            for row, (prompt, answer) in enumerate(pairs):
+                ids[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
+                labels[row, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
+            logits = model(input_ids=ids.to(checkpoint.device), use_cache=False).logits[:, :-1]
+            flat = labels[:, 1:].flatten().to(checkpoint.device)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), flat, reduction="sum")
+            total, count = total + float(loss), count + int((flat >= 0).sum())
+    return total, count
+
+
+def drift(base: mars.Model, model: mars.Model, prompts: Sequence[Any], theirs: Any, ours: Any) -> dict[str, float]:
+    """How the two models judge the base's greedy answers, and how the base judges both models' answers."""
+    tokens = [base.checkpoint.encode(prompt) for prompt in prompts]
+
+    def per_token(judge: mars.Model, answers: Iterable[Generation]) -> float:
+        total, count = losses(judge.checkpoint, tokens, [each.token_ids for each in answers])
+        return total / count
+
+    return {
+        "base_on_base": per_token(base, theirs),
+        "model_on_base": per_token(model, theirs),
+        "base_on_model": per_token(base, ours),
+        "same_answers": sum(a.token_ids == b.token_ids for a, b in zip(theirs, ours, strict=True)) / len(theirs),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--base", help="the model before training, for the drift")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--adapter")
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--dials", nargs="+", default=list(DIALS), help='a dial, and a window behind it: "exact tree"')
+    parser.add_argument("--block-size", type=int)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=480)
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    prompts, categories = read_prompts(options.prompts, options.limit)
+    model = mars.load(options.model, adapter=options.adapter, dtype=options.dtype)
+    record: dict[str, Any] = {"options": {key: str(value) for key, value in vars(options).items()}, "dials": {}}
+    answers: dict[str, list[Generation]] = {}
+    for name in options.dials:
+        dial, _, window = name.partition(" ")
+        arguments = {"block_size": options.block_size} if options.block_size else {}
+        arguments |= {"dial": dial, "window": window or "chain", "max_new_tokens": options.max_new_tokens}
+        answers[name] = decode(model, prompts, options.batch, **arguments)
+        groups: dict[str, list[Generation]] = defaultdict(list)
+        for category, answer in zip(categories, answers[name], strict=True):
+            groups[category].append(answer)
+        whole = summary(answers[name])
+        plain = answers.get("one-token", answers[name])
+        whole["same_as_one_token"] = sum(
+            a.token_ids == b.token_ids for a, b in zip(plain, answers[name], strict=True)
+        ) / len(plain)
+        record["dials"][name] = {"all": whole} | {category: summary(each) for category, each in groups.items()}
+        print(name, {key: round(value, 4) for key, value in whole.items()}, flush=True)
+    if options.base and "one-token" in answers:
+        base = mars.load(options.base, dtype=options.dtype)
+        theirs = decode(base, prompts, options.batch, dial="one-token", max_new_tokens=options.max_new_tokens)
+        record["drift"] = drift(base, model, prompts, theirs, answers["one-token"])
+        print("drift", record["drift"], flush=True)
+    if options.out:
+        options.out.write_text(json.dumps(record | collect(), indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What lets other software decode MARS checkpoints."""

@@ -1,0 +1,1 @@
+"""Turn an instruct model into a MARS model: data, two-stream training, distillation."""

@@ -1,0 +1,115 @@
+"""Attention of both streams, plugged into transformers' attention interface: FlexAttention on a GPU, else a table.
+
+A model switched to the implementation `NAME` builds no mask of its own and hands the keyword ``stream_masks`` of its
+call down to `attend`: one mask for every sliding window its layers use, None among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from mars.decoding.attention import spelled_out
+from mars.errors import MarsError
+from mars.method.streams import Sight, dense_visibility, sees
+
+NAME = "mars_streams"
+StreamMask = Tensor | BlockMask
+
+
+def stream_masks(sight: Sight, windows: Iterable[int | None], *, flex: bool) -> dict[int | None, StreamMask]:
+    """The visibility rule in the form the attention wants, for each sliding window of the model."""
+    if flex:
+        return {window: block_mask(sight, window) for window in windows}
+    return {window: dense_visibility(sight, window)[:, None] for window in windows}
+
+
+def block_mask(sight: Sight, sliding: int | None = None) -> BlockMask:
+    """The rule as a FlexAttention block mask."""
+
+    def visible(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return sees(sight.at(row, query), sight.at(row, key), sliding)
+
+    rows, length = sight.place.shape
+    device = sight.place.device
+    build = compiled(create_block_mask) if device.type == "cuda" else create_block_mask
+    return build(visible, rows, None, length, length, device=str(device))
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _attention_mask: Tensor | None,
+    *,
+    stream_masks: Mapping[int | None, StreamMask] | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attend (rows, heads, length, size) queries to keys that several heads may share."""
+    if stream_masks is None:
+        raise MarsError(f"{type(module).__name__} does not hand its keywords down to its attention")
+    sinks = None if s_aux is None else s_aux.view(1, -1, 1, 1)
+    out = masked_attention(query, key, value, stream_masks[sliding_window], scaling, softcap, sinks)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | BlockMask,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention under a table or a block mask, with a cap on the scores (Gemma 2) or sinks (gpt-oss) if given."""
+    if isinstance(mask, BlockMask):
+        return _flex(query, key, value, mask, scale, softcap, sinks)
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if softcap is None and sinks is None:
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    return spelled_out(query, key, value, mask, scale or query.shape[-1] ** -0.5, softcap, sinks)
+
+
+def _flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BlockMask,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    def capped(score: Tensor, *_: Tensor) -> Tensor:
+        return score if softcap is None else softcap * torch.tanh(score / softcap)
+
+    run = flex_attention if torch.compiler.is_compiling() or query.device.type == "cpu" else compiled(flex_attention)
+    options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    if sinks is not None:
+        options["return_aux"] = AuxRequest(lse=True)
+    out = run(query, key, value, None if softcap is None else capped, **options)
+    if sinks is None:
+        return out
+    attended, extra = out  # a sink is one more term in the sum that every weight is divided by
+    return attended * torch.sigmoid(extra.lse[..., None] - sinks).to(attended.dtype)
+
+
+@cache
+def compiled(function: Any) -> Any:
+    return torch.compile(function, dynamic=False)
+
+
+AttentionInterface.register(NAME, attend)

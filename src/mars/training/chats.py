@@ -1,0 +1,128 @@
+"""From a chat to tokens and a mask of what the assistant said, for any chat template.
+
+Templates do not say which part of their text the assistant writes, so it is found from outside: render the chat once
+as it is and once with a probe word in place of an answer; what stands before and behind the probe is the template's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import takewhile
+
+from transformers import PreTrainedTokenizerBase
+
+from mars.errors import MarsError
+from mars.models.checkpoint import Messages
+
+PROBE = "mars0probe"
+"""One plain word, which no template trims or reacts to"""
+Chat = list[dict[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    tokens: list[int]
+    assistant: list[bool]
+    """True on tokens the assistant must write: its words and the token that ends its turn"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Where one answer lies in the rendered chat."""
+
+    start: int
+    end: int
+    limit: int
+    """Up to here the text is the same as if the chat ended with this answer: an end token, but no next header"""
+
+
+def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, ended: bool = True) -> Document:
+    """The whole chat as its template renders it, every assistant turn marked.
+
+    ``ended=False``: the last answer was cut off, so the document stops with its last word.
+    """
+    chat = [dict(message) for message in messages]
+    turns = [turn for turn, message in enumerate(chat) if message.get("role") == "assistant"]
+    _refuse(tokenizer, turns)
+    text = _render(tokenizer, chat)
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    tokens, spans = list(encoding["input_ids"]), [_word(text, *span) for span in encoding["offset_mapping"]]
+    assistant = [False] * len(tokens)
+    for turn in turns:
+        answer = _find(tokenizer, chat, turn, text)
+        for index in _written(tokenizer, tokens, spans, answer):
+            assistant[index] = True
+    if not ended:
+        size = sum(end <= answer.end for _, end in spans)
+        tokens, assistant = tokens[:size], assistant[:size]
+    return Document(tokens, assistant)
+
+
+def _refuse(tokenizer: PreTrainedTokenizerBase, turns: list[int]) -> None:
+    if tokenizer.chat_template is None:
+        raise MarsError("the model has no chat template, so it cannot learn from chats: use an instruct model")
+    if not tokenizer.is_fast:
+        raise MarsError("the tokenizer does not tell where its tokens lie in a text: use a model with a tokenizer.json")
+    if not turns:
+        raise MarsError("the chat has no assistant turn, so there is nothing to learn from it")
+    if turns[0] == 0:
+        raise MarsError("the chat starts with the assistant: put a user turn before it")
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, chat: Chat, add_generation_prompt: bool = False) -> str:
+    try:
+        return tokenizer.apply_chat_template(chat, add_generation_prompt=add_generation_prompt, tokenize=False)
+    except Exception as error:  # templates are programs of the model's authors and raise what they like
+        raise MarsError(f"the chat template refuses these messages: {error}") from error
+
+
+def _find(tokenizer: PreTrainedTokenizerBase, chat: Chat, turn: int, text: str) -> _Answer:
+    word = PROBE
+    while word in text:
+        word += "e"
+    before, probe, behind = chat[:turn], chat[turn] | {"content": word}, chat[turn + 1 :]
+    head, _, rest = _render(tokenizer, [*before, probe, *behind]).partition(word)
+    _, _, tail = _render(tokenizer, [*before, probe]).partition(word)
+    prompt = _render(tokenizer, before, add_generation_prompt=True)
+    # Where no generation prompt is added, the role header follows the prompt, and that is not the assistant's to write.
+    opened = not _render(tokenizer, before).startswith(prompt) or prompt.strip() == head.strip()
+    opening = prompt if opened and text.startswith(prompt) else head
+    start, end = len(opening), len(text) - len(rest)
+    framed = text.startswith(opening) and text.endswith(rest)
+    if not framed or not _agree(text[start:end], chat[turn]["content"]):
+        raise MarsError(f"the chat template does not keep message {turn + 1} as it is, so it cannot be learned")
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(text[end:], tail, strict=False))
+    return _Answer(start, end, end + len(list(same)))
+
+
+def _agree(shown: str, content: str) -> bool:
+    """Templates may trim an answer, drop the thinking before it or put an empty one there, but nothing else."""
+    shown, content = "".join(shown.split()), "".join(content.split())
+    return bool(shown and content) and (shown.endswith(content) or content.endswith(shown))
+
+
+def _word(text: str, start: int, end: int) -> tuple[int, int]:
+    """A token's span less the white space around its word: tokenizers differ in whether they count it in."""
+    token = text[start:end]
+    if not token.strip():
+        return min(start, end - 1), end  # some give a blank token no width, where it ends
+    return end - len(token.lstrip()), start + len(token.rstrip())
+
+
+def _written(
+    tokenizer: PreTrainedTokenizerBase, tokens: list[int], spans: list[tuple[int, int]], answer: _Answer
+) -> list[int]:
+    """The answer's tokens, with all up to its end token: nothing behind that one is ever generated."""
+    behind = [index for index, span in enumerate(spans) if answer.end <= span[0] and span[1] <= answer.limit]
+    closing = next((index for index in behind if _is_special(tokenizer, tokens[index])), None)
+    end = answer.end if closing is None else spans[closing][1]
+    written = [index for index, span in enumerate(spans) if answer.start <= span[0] and span[1] <= end]
+    if closing is not None and tokens[closing] in (tokens[index] for index in written if index != closing):
+        raise MarsError("an answer contains the token that ends it: remove that token from the text")
+    if not written:
+        raise MarsError("an answer shares its only token with the chat template, so it cannot be learned")
+    return written
+
+
+def _is_special(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
+    return tokenizer.decode([token], skip_special_tokens=True) != tokenizer.decode([token])

@@ -1,0 +1,210 @@
+"""The training loss of a causal language model over both streams, as the model's own forward.
+
+Trainers, DDP and FSDP call the model itself, so `Objective.installed` replaces the ``forward`` of the language model:
+it runs the body once over ``[clean | masked]`` and the output layer in chunks over those positions alone that are asked
+something, so the logits of a whole batch never exist at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, linear
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from mars.errors import MarsError
+from mars.method.streams import IGNORED, Sight, Streams, dense_visibility
+from mars.training.attention import NAME, stream_masks
+from mars.training.recipe import Loss
+
+CHUNK = 2048
+"""Positions whose logits exist at once"""
+
+
+Batch = dict[str, Any]
+Teacher = tuple["Head", Tensor, Tensor]
+"""An output layer, hidden states, and which of them to ask"""
+
+
+def batch_tensors(streams: Streams, length: int, decay: float = 1.0, chunk: int = CHUNK) -> Batch:
+    """Both streams as flat tensors, with the places that are asked something; made on the CPU, ahead of the forward.
+
+    Every row counts the same, whatever else is in the batch, so it does not matter how rows are spread over devices
+    and accumulation steps.
+    """
+    tensors: Batch = {
+        "length": length,
+        "input_ids": streams.tokens,
+        "position_ids": streams.positions,
+        **streams.sight._asdict(),
+    }
+    rows, width = streams.tokens.shape
+    shares = (streams.labels != IGNORED) * decay ** (streams.offsets - 1).clamp(min=0)
+    for name, span in (("clean", slice(0, length)), ("masks", slice(length, width))):
+        share = torch.zeros_like(shares)
+        share[:, span] = shares[:, span] / shares[:, span].sum(1, keepdim=True).clamp(min=1e-9) / rows
+        index = share.flatten().nonzero()[:, 0]
+        index = torch.cat([index, index.new_zeros(-len(index) % chunk)])
+        weights = share.flatten()[index]
+        weights[(share > 0).sum() :] = 0
+        tensors |= {f"{name}_at": index, f"{name}_weights": weights}
+        tensors[f"{name}_labels"] = streams.labels.flatten()[index].clamp(min=0)
+    row = torch.arange(rows)[:, None] * width
+    tensors["masks_twins"] = (row + streams.sight.place.clamp(max=length - 1)).flatten()[tensors["masks_at"]]
+    return tensors
+
+
+class Head:
+    """The output layer of a model: hidden states to logits, as the model's own forward does it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = model.config.get_text_config(decoder=True)
+        self._layer = model.get_output_embeddings()
+        self._cap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+        self._weight: Tensor | None = None
+        rows = getattr(self._layer, "token_adapter", None)
+        if rows is not None:  # tied to an embedding with a trained row: read it here, train it where it is read
+            self._weight = rows.get_merged_weights(rows.active_adapters).detach()
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        logits = self._layer(hidden) if self._weight is None else linear(hidden, self._weight.to(hidden.dtype))
+        logits = logits.float() * self._scale
+        return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
+
+
+@dataclass(eq=False)
+class Objective:
+    """The loss of one model; `installed`, ``model(**batch_tensors(...))`` returns it with its unweighted parts."""
+
+    loss: Loss
+    base: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None
+    """Lends the untouched base model"""
+    flex: bool = False
+    compiled: bool = False
+    windows: tuple[int | None, ...] = (None,)
+    """Sliding windows among the model's layers; None: a layer without one"""
+
+    @contextmanager
+    def installed(self, model: PreTrainedModel) -> Iterator[None]:
+        """Make a causal language model compute this loss. Its adapter, if any, is in place already."""
+        self.windows = examine(model)
+        self._answer = torch.compile(_answer, dynamic=False) if self.compiled else _answer
+        if self.compiled:
+            for layer in (each for each in model.modules() if type(each).__name__ in model._no_split_modules):
+                layer.compile(dynamic=False)
+
+        def forward(predict: bool = False, **batch: Any) -> dict[str, Tensor]:
+            return self.predict(model, batch) if predict else self(model, batch)
+
+        model.forward = forward
+        try:
+            yield
+        finally:
+            del model.forward
+
+    def __call__(self, model: PreTrainedModel, batch: Batch) -> dict[str, Tensor]:
+        hidden, head = self.hidden(model, batch), Head(model)
+        terms = self._ask("clean", ("clean", "base"), head, hidden, batch, self._base_teacher(batch))
+        if len(batch["masks_at"]):
+            teacher = (head, hidden.detach(), batch["masks_twins"]) if self.loss.distill else None
+            terms |= self._ask("masks", ("labels", "distill"), head, hidden, batch, teacher)
+        loss = torch.stack([getattr(self.loss, name) * term for name, term in terms.items()]).sum()
+        return {"loss": loss, **{name: term.detach() for name, term in terms.items()}}
+
+    def predict(self, model: PreTrainedModel, batch: Batch) -> dict[str, Tensor]:
+        """What the model would write at every place that is asked, and what the right token costs it."""
+        hidden, head = self.hidden(model, batch), Head(model)
+        out: dict[str, list[Tensor]] = {"clean": [], "masks": [], "clean_loss": [], "masks_loss": []}
+        for stream in ("clean", "masks"):
+            asked = (batch[f"{stream}_{name}"].split(CHUNK) for name in ("at", "labels"))
+            for at, labels in zip(*asked, strict=True):
+                logits = head(hidden[at])
+                out[stream].append(logits.argmax(-1))
+                out[f"{stream}_loss"].append(cross_entropy(logits, labels, reduction="none"))
+        return {name: torch.cat(parts) if parts else hidden.new_zeros(0) for name, parts in out.items()}
+
+    def hidden(self, model: PreTrainedModel, batch: Batch) -> Tensor:
+        """(rows x width, size): what the model's body makes of the streams."""
+        sight = Sight(*(batch[name] for name in Sight._fields))
+        out = model.base_model(
+            input_ids=batch["input_ids"],
+            position_ids=batch["position_ids"],
+            use_cache=False,
+            stream_masks=stream_masks(sight, self.windows, flex=self.flex),
+        )
+        return out.last_hidden_state.flatten(0, 1)
+
+    def _base_teacher(self, batch: Batch) -> Teacher | None:
+        """The base model's view of the clean stream."""
+        if not self.loss.base or self.base is None:
+            return None
+        width, length = batch["input_ids"].shape[1], batch["length"]
+        clean = {name: batch[name][:, :length] for name in ("input_ids", "position_ids", *Sight._fields)}
+        at = batch["clean_at"]
+        with torch.no_grad(), self.base() as model:
+            return Head(model), self.hidden(model, clean), at // width * length + at % width
+
+    def _ask(
+        self, stream: str, names: tuple[str, str], head: Head, hidden: Tensor, batch: Batch, teacher: Teacher | None
+    ) -> dict[str, Tensor]:
+        """Cross-entropy with the labels, and divergence from the teacher if there is one."""
+        total = torch.zeros(2 if teacher else 1, device=hidden.device)
+        for start in range(0, len(batch[f"{stream}_at"]), CHUNK):
+            chunk = slice(start, start + CHUNK)
+            at, labels, weights = (batch[f"{stream}_{name}"][chunk] for name in ("at", "labels", "weights"))
+            taught = (teacher[0], teacher[1][teacher[2][chunk]]) if teacher else (None, None)
+            total = total + checkpoint(self._answer, head, hidden[at], labels, weights, *taught, use_reentrant=False)
+        return dict(zip(names, total, strict=False))
+
+
+def _answer(
+    head: Head, hidden: Tensor, labels: Tensor, weights: Tensor, teacher: Head | None, taught: Tensor | None
+) -> Tensor:
+    """The losses of one chunk, each a weighted sum. The teacher's logits are made here, so they never pile up."""
+    log_q = head(hidden).log_softmax(-1)
+    losses = [-log_q.gather(1, labels[:, None])[:, 0]]
+    if teacher is not None and taught is not None:
+        with torch.no_grad():
+            log_p = teacher(taught).log_softmax(-1)
+        losses.append((log_p.exp() * (log_p - log_q)).sum(1))
+    return torch.stack([(loss * weights).sum() for loss in losses])
+
+
+@torch.no_grad()
+def examine(model: PreTrainedModel) -> tuple[int | None, ...]:
+    """Switch a model to our attention and try it on a few tokens: returns the sliding windows among its layers.
+
+    Raises if a layer goes its own way or the logits are made in a way `Head` does not know: the training would be
+    wrong without a word.
+    """
+    model.set_attn_implementation(NAME)
+    here = torch.arange(8, device=model.device)[None]
+    masks = _Recorder(Sight(torch.zeros_like(here), torch.zeros_like(here), here, here))
+    inputs = {"input_ids": here, "position_ids": here, "use_cache": False, "stream_masks": masks}
+    logits = model(**inputs).logits
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    ours = Head(model)(model.base_model(**inputs).last_hidden_state)
+    if len(masks.asked) != 2 * layers:
+        raise MarsError(f"{type(model).__name__} cannot be trained: not all of its layers use the attention interface")
+    if not torch.allclose(ours, logits.float(), rtol=1e-2, atol=1e-2):
+        raise MarsError(f"{type(model).__name__} cannot be trained: it makes its logits in a way we do not know")
+    return tuple(dict.fromkeys(masks.asked))
+
+
+class _Recorder(dict[int | None, Tensor]):
+    """Masks on demand, and a record of who asked for which."""
+
+    def __init__(self, sight: Sight) -> None:
+        self._sight = sight
+        self.asked: list[int | None] = []
+
+    def __getitem__(self, sliding: int | None) -> Tensor:
+        self.asked.append(sliding)
+        return dense_visibility(self._sight, sliding)[:, None]

@@ -1,0 +1,121 @@
+"""From the sources of a recipe to packed rows: read, tokenise, keep some back, pack, and remember the result."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+from rich.console import Console
+from rich.progress import track
+from transformers import PreTrainedTokenizerBase
+
+from mars.errors import MarsError
+from mars.method.streams import Pack
+from mars.training.chats import Document, encode_chat
+from mars.training.packing import load_pack, pack, save_pack
+from mars.training.recipe import Data, Recipe
+from mars.training.rows import Row, read_rows
+
+REPORTED = 5
+"""Bad rows shown one by one; the rest is counted"""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    train: Pack
+    held_out: Pack
+    report: str
+
+
+def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
+    """The packed rows of a recipe; made once and kept in its output folder, so that a resumed run sees the same."""
+    folder = recipe.output / "data"
+    paths = folder / "train.safetensors", folder / "held_out.safetensors"
+    if not all(path.exists() for path in paths):
+        folder.mkdir(parents=True, exist_ok=True)
+        rest, kept, report = _split(recipe, tokenizer)
+        (folder / "report.txt").write_text(report)
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+        for some, path in zip((rest, kept), paths, strict=True):
+            save_pack(pack(some, recipe.data.length, pad, together=recipe.data.packing), path)
+    train, held_out = map(load_pack, paths)
+    return Prepared(train, held_out, (folder / "report.txt").read_text())
+
+
+def _split(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Document], list[Document], str]:
+    """Chats to train on, chats to measure with, and a report."""
+    data = recipe.data
+    documents, report = _documents(data, data.train, tokenizer)
+    random.Random(recipe.seed).shuffle(documents)
+    if isinstance(data.held_out, list):
+        kept, of_kept = _documents(data, data.held_out, tokenizer)
+        report += f"; held out: {of_kept}"
+    else:
+        kept, documents = documents[: data.held_out], documents[data.held_out :]
+        report += f"; {len(kept)} are held out"
+    if not documents:
+        raise MarsError(f"there is no chat to train on: {report}")
+    return documents, kept, report
+
+
+def _documents(data: Data, sources: list[str], tokenizer: PreTrainedTokenizerBase) -> tuple[list[Document], str]:
+    """Every usable chat, and what became of the others in a sentence."""
+    counts: Counter[str] = Counter()
+    documents = []
+    for document in _encoded(sources, tokenizer, _on_bad_row(data, counts)):
+        too_long = len(document.tokens) > data.length
+        counts["too long"] += too_long
+        kept = Document(document.tokens[: data.length], document.assistant[: data.length])
+        if not too_long or (data.long_rows == "cut" and any(kept.assistant)):
+            documents.append(kept)
+    fate = "dropped" if data.long_rows == "drop" else "cut"
+    long = f"{counts['too long']} longer than {data.length} tokens ({fate})"
+    return documents, f"{len(documents)} chats, {long}, {counts['bad']} bad rows skipped"
+
+
+def _encoded(
+    sources: list[str], tokenizer: PreTrainedTokenizerBase, on_bad_row: Callable[[str], None]
+) -> Iterator[Document]:
+    """Chats as tokens, in order, made by as many processes as there are processors."""
+    rows = chain.from_iterable(read_rows(source, on_bad_row=on_bad_row) for source in sources)
+    console = Console(stderr=True)
+    with multiprocessing.Pool(os.cpu_count(), _Encode.remember, (tokenizer,)) as pool:
+        encoded = pool.imap(_Encode.encode, rows, chunksize=64)
+        for result in track(encoded, "reading chats", console=console, disable=not console.is_terminal):
+            if isinstance(result, Document):
+                yield result
+            else:
+                on_bad_row(result)
+
+
+class _Encode:
+    """What a worker process does with a row."""
+
+    tokenizer: PreTrainedTokenizerBase
+
+    @classmethod
+    def remember(cls, tokenizer: PreTrainedTokenizerBase) -> None:
+        cls.tokenizer = tokenizer
+
+    @classmethod
+    def encode(cls, row: Row) -> Document | str:
+        try:
+            return encode_chat(cls.tokenizer, row.messages, ended=row.ended)
+        except MarsError as error:
+            return f"{row.where}: {error}"
+
+
+def _on_bad_row(data: Data, counts: Counter[str]) -> Callable[[str], None]:
+    def report(message: str) -> None:
+        if data.bad_rows == "stop":
+            raise MarsError(message)
+        counts["bad"] += 1
+        if counts["bad"] <= REPORTED:
+            Console(stderr=True).print(f"skipped {message}", style="yellow", markup=False, soft_wrap=True)
+
+    return report

@@ -1,0 +1,106 @@
+"""From a finished stage to what other people load: a plain Hugging Face checkpoint with a card, and the adapter."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import transformers
+import yaml
+from safetensors.torch import load_file, save_file
+
+import mars
+from mars.integrations.generate import ship
+from mars.models import Checkpoint, Settings, load_checkpoint
+from mars.models.loading import ADAPTER_FILE
+from mars.models.saving import save_checkpoint
+from mars.training.recipe import Recipe
+
+CARD = """---
+{front}---
+
+# {name}
+
+{base} trained with [MARS](https://arxiv.org/abs/2604.07023): mask tokens behind the text predict the tokens after the
+next one, so a forward pass can write several. The architecture is unchanged. Without masks it is an ordinary
+autoregressive model that every engine loads as it is.
+
+```python
+import mars  # pip install mars-llm
+
+model = mars.load("{name}")
+print(model.generate("Why is the sky blue?", dial="{dial}").text)
+```
+
+Or with plain transformers, which runs the code in `custom_generate/`:
+
+```python
+model.generate(**inputs, custom_generate="{name}", trust_remote_code=True, dial="{dial}")
+```
+
+Block size {block_size}, mask token {mask_token_id}, default dial `{dial}`: under `mars` in `generation_config.json`.
+
+## Measured
+
+On chats held out from the training data, after training; tokens per forward is what `exact` would reach on their
+answers, worked out from the masks' guesses.
+
+{metrics}
+
+## Recipe
+
+```yaml
+{recipe}```
+
+mars-llm {version}, torch {torch}, transformers {transformers}.
+"""
+
+
+def publish(recipe: Recipe, settings: Settings, finished: Path, folder: Path, metrics: Mapping[str, float]) -> None:
+    """Write the checkpoint into ``folder`` (and the adapter beside it); each appears once it is complete."""
+    text = card(recipe, settings, metrics)
+
+    def add_files(unfinished: Path) -> None:
+        (unfinished / "README.md").write_text(text)
+        ship(unfinished)
+
+    if (finished / ADAPTER_FILE).exists():
+        adapter = _publish_adapter(finished, folder.with_name("adapter"), text)
+        loaded = load_checkpoint(recipe.model, adapter=adapter, device="cpu", dtype=recipe.dtype)
+    else:
+        loaded = load_checkpoint(finished, device="cpu", dtype=recipe.dtype)
+    save_checkpoint(Checkpoint(recipe.output.name, loaded.module, loaded.tokenizer, settings), folder, add_files)
+
+
+def _publish_adapter(finished: Path, folder: Path, text: str) -> Path:
+    """The adapter alone, in half precision: small enough to send around."""
+    if not folder.exists():
+        unfinished = folder.with_name("adapter.tmp")
+        shutil.copytree(finished, unfinished, dirs_exist_ok=True)
+        weights = unfinished / "adapter_model.safetensors"
+        halved = {name: tensor.half() for name, tensor in load_file(weights).items()}
+        save_file(halved, weights, metadata={"format": "pt"})
+        (unfinished / "README.md").write_text(text)
+        unfinished.rename(folder)
+    return folder
+
+
+def card(recipe: Recipe, settings: Settings, metrics: Mapping[str, float]) -> str:
+    """A model card that says what was trained, how, and what was measured."""
+    front = {"library_name": "transformers", "base_model": recipe.model, "tags": ["mars", "multi-token-prediction"]}
+    rows = [f"| {name.removeprefix('eval_').replace('_', ' ')} | {value:.3f} |" for name, value in metrics.items()]
+    return CARD.format(
+        front=yaml.safe_dump(front, sort_keys=False),
+        name=recipe.output.name,
+        base=recipe.model,
+        dial=settings.dial,
+        block_size=settings.block_size,
+        mask_token_id=settings.mask_token_id,
+        metrics="\n".join(["| measure | value |", "|---|---|", *rows]),
+        recipe=yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True), sort_keys=False),
+        version=mars.__version__,
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+    )

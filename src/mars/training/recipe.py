@@ -1,0 +1,108 @@
+"""A recipe: everything a training run depends on, in one YAML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mars.errors import MarsError
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Data(Section):
+    train: list[str] = Field(min_length=1)
+    """Files, folders or hub names; see `mars.training.rows`"""
+    held_out: int | list[str] = 64
+    """For evaluation: how many chats are kept back, or sources of their own"""
+    length: int = Field(default=1024, ge=8)
+    """Tokens of a row"""
+    packing: bool = True
+    """Several chats in a row; else one, padded"""
+    bad_rows: Literal["skip", "stop"] = "skip"
+    long_rows: Literal["drop", "cut"] = "drop"
+
+
+class Streams(Section):
+    """What the masked stream of a step looks like."""
+
+    block_size: int | list[int] = 4
+    """Tokens one forward shall predict; a list: drawn anew for every step"""
+    anchors: Literal["random", "fixed"] = "random"
+    """``fixed`` is the paper's layout: blocks of ``block_size`` masks tile the answers"""
+    masked: float = Field(default=0.5, gt=0)
+    """Masks per clean token, with random anchors"""
+
+    @property
+    def block_sizes(self) -> list[int]:
+        return [self.block_size] if isinstance(self.block_size, int) else self.block_size
+
+
+class Loss(Section):
+    """How much each part of the loss counts."""
+
+    clean: float = Field(default=1.0, ge=0)
+    """Cross-entropy of the clean stream"""
+    labels: float = Field(default=0.2, ge=0)
+    """Cross-entropy of the masks with the text's own tokens"""
+    distill: float = Field(default=0.8, ge=0)
+    """Divergence of the masks from what the clean stream predicts in their place, in the same forward"""
+    base: float = Field(default=0.0, ge=0)
+    """Divergence of the clean stream from the untouched base model, which keeps the AR mode where it was"""
+    decay: float = Field(default=1.0, gt=0, le=1)
+    """Each mask of a group counts this much of the one before it"""
+
+
+class Stage(Section):
+    stage: Literal["ar", "mars"]
+    streams: Streams = Streams()
+    loss: Loss = Loss()
+    trainer: dict[str, Any] = {}
+    """Options of transformers' TrainingArguments, on top of the recipe's"""
+
+
+class Recipe(Section):
+    model: str
+    output: Path
+    data: Data
+    stages: list[Stage] = Field(min_length=1)
+    lora: dict[str, Any] | None = None
+    """Options of peft's LoraConfig; without it all weights are trained"""
+    dial: str = "exact"
+    """The dial that the finished checkpoint decodes with"""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Of the finished checkpoint's weights"""
+    seed: int = 0
+    compile: bool = False
+    """Compile the layers (worth it on a GPU for runs of more than a minute)"""
+    trainer: dict[str, Any] = {}
+    """Options of transformers' TrainingArguments for every stage"""
+
+    @property
+    def block_size(self) -> int:
+        """The largest block that the recipe trains for."""
+        return max(max(stage.streams.block_sizes) for stage in self.stages)
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Read a recipe, or say in one sentence what is wrong with it."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise MarsError(f"the recipe {path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise MarsError(f"the recipe {path} is not YAML: {error}") from None
+    return parse_recipe(content, str(path))
+
+
+def parse_recipe(content: object, name: str = "recipe") -> Recipe:
+    try:
+        return Recipe.model_validate(content)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, each['loc'])) or 'file'}: {each['msg']}" for each in error.errors())
+        raise MarsError(f"{name} is not a usable recipe: {wrong}") from None

@@ -1,0 +1,212 @@
+"""Where chats come from: JSON, JSON Lines and Parquet files, folders of them, and data sets of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain, takewhile
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from mars.errors import MarsError
+
+Chat = list[dict[str, str]]
+Convert = Callable[[Mapping[str, Any]], Chat]
+Found = tuple[str, Any]
+"""Where a row stands, and the row itself: a value, or a line of JSON not yet read"""
+
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".ndjson.gz", ".parquet")
+ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
+QUESTIONS = ("instruction", "prompt", "question")
+ANSWERS = ("output", "completion", "response", "answer")
+FORMATS = f"messages, conversations, or one of {'/'.join(QUESTIONS)} with one of {'/'.join(ANSWERS)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    where: str
+    """``data.jsonl:17``, lines counted from 1; ``data.parquet[17]`` or ``owner/name[17]``, rows counted from 0"""
+    messages: Chat
+    ended: bool = True
+    """False (``"ended": false`` in the row): the last answer was cut off, so its end is nothing to learn from"""
+
+
+# --- row formats
+
+
+def to_messages(row: Mapping[str, Any]) -> Chat:
+    """The chat in a row, which must have an answer."""
+    messages = list(_turns(row))
+    if all(message["role"] != "assistant" for message in messages):
+        raise MarsError(f"there is no answer: a row must have {FORMATS}")
+    return messages
+
+
+def to_prompt(row: Mapping[str, Any]) -> Chat:
+    """The opening of the chat in a row: all up to the user's last turn before the first answer."""
+    turns = row.get("turns")  # Spec-Bench: what the user says, turn by turn
+    asked = _turns({"prompt": turns[0]} if isinstance(turns, list) and turns else row)
+    opening = list(takewhile(lambda message: message["role"] != "assistant", asked))
+    while opening and opening[-1]["role"] != "user":
+        opening.pop()
+    if not opening:
+        raise MarsError("there is no user turn before the first answer")
+    return opening
+
+
+def _turns(row: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    chat = _first(row, ("messages", "conversations"))
+    if chat is not None:
+        return _said(chat)
+    question, answer = _first(row, QUESTIONS), _first(row, ANSWERS)
+    if question is None:
+        raise MarsError(f"no known format: a row must have {FORMATS}, but this one has {', '.join(row) or 'nothing'}")
+    if row.get("instruction") is not None and row.get("input"):
+        question = "\n\n".join(filter(str.strip, (_text(question), _text(row["input"]))))
+    return chain(_said(question, "user"), _said([] if answer is None else answer, "assistant"))
+
+
+def _first(row: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
+    """The value of the first key that has one: tables fill the columns a row does not use with null."""
+    return next((row[key] for key in keys if row.get(key) is not None), None)
+
+
+def _said(value: Any, role: str | None = None) -> Iterator[dict[str, str]]:
+    """Messages from a list of them, or one from a text if it is known whose ``role`` it is."""
+    if isinstance(value, str) and role:
+        value = [{"role": role, "content": value}]
+    if not isinstance(value, list):
+        raise MarsError(f"a chat must be a list of messages, not {type(value).__name__}")
+    return map(_message, value)
+
+
+def _message(value: Any) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise MarsError(f"a message must be an object with role and content, not {type(value).__name__}")
+    role = ROLES.get(str(_first(value, ("role", "from"))))
+    if role is None:
+        raise MarsError(
+            f"unknown role {_first(value, ('role', 'from'))!r}: only system, user and assistant can be used"
+        )
+    content = _text(_first(value, ("content", "value")))
+    if role != "system" and not content.strip():
+        raise MarsError(f"a message of the {role} is empty")
+    return {"role": role, "content": content}
+
+
+def _text(content: Any) -> str:
+    """A text, also one given as a list of text parts."""
+    parts = content if isinstance(content, list) else [content]
+    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise MarsError("the content of a message must be text and nothing else")
+    return "".join(texts)
+
+
+# --- sources
+
+
+def read_rows(
+    source: str | Path, *, on_bad_row: Callable[[str], None], convert: Convert = to_messages
+) -> Iterator[Row]:
+    """Every usable row of a file, a folder or a hub data set (``owner/name`` or ``owner/name:split``).
+
+    A row that cannot be used is told to ``on_bad_row``, which raises to stop there. A source that cannot be read raises
+    ``MarsError``, a missing one before the first row is asked for.
+    """
+    return _usable(_find(source), on_bad_row, convert)
+
+
+def _usable(found: Iterator[Found], on_bad_row: Callable[[str], None], convert: Convert) -> Iterator[Row]:
+    for where, row in found:
+        try:
+            content = _object(row)
+            found_row = Row(where, convert(content), ended=content.get("ended") is not False)
+        except MarsError as error:
+            on_bad_row(f"{where}: {error}")
+        else:
+            yield found_row
+
+
+def _object(row: Any) -> Mapping[str, Any]:
+    if isinstance(row, str):
+        try:
+            row = json.loads(row)
+        except (ValueError, RecursionError) as error:
+            raise MarsError(f"not valid JSON: {error}") from None
+    if not isinstance(row, Mapping):
+        raise MarsError(f"a row must be a JSON object, not {type(row).__name__}")
+    return row
+
+
+def _find(source: str | Path) -> Iterator[Found]:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        files = sorted(each for each in path.rglob("*") if each.is_file() and _suffixed(each))
+        if not files:
+            raise MarsError(f"the folder {source} has no file that ends in {', '.join(SUFFIXES)}")
+        return chain.from_iterable(map(_file, files))
+    if path.exists():
+        if not _suffixed(path):
+            raise MarsError(f"{source} is not a file of rows: its name must end in {', '.join(SUFFIXES)}")
+        return _file(path)
+    if isinstance(source, Path) or source.startswith(("/", ".", "~")) or _suffixed(path):
+        raise MarsError(f"there is no file {source}")
+    return _hub(source)
+
+
+def _suffixed(path: Path) -> bool:
+    return path.name.lower().endswith(SUFFIXES)
+
+
+def _file(path: Path) -> Iterator[Found]:
+    try:
+        yield from _parquet(path) if path.suffix.lower() == ".parquet" else _json(path)
+    except MarsError:
+        raise
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise MarsError(f"{path} cannot be read: {error}") from error
+
+
+def _json(path: Path) -> Iterator[Found]:
+    """An object on each line; a .json file may be one list instead."""
+    name = path.name.lower()
+    opener = gzip.open if name.endswith(".gz") else open
+    with cast(TextIO, opener(path, "rt", encoding="utf-8-sig")) as file:  # Windows programs put a mark before the text
+        opening = next((line for line in file if line.strip()), "")
+        file.seek(0)
+        if name.removesuffix(".gz").endswith(".json") and opening.lstrip().startswith("["):
+            yield from _numbered(path, json.load(file))
+        else:
+            yield from ((f"{path}:{number}", line) for number, line in enumerate(file, start=1) if line.strip())
+
+
+def _parquet(path: Path) -> Iterator[Found]:
+    batches = _library("pyarrow.parquet").ParquetFile(path).iter_batches()
+    return _numbered(path, chain.from_iterable(batch.to_pylist() for batch in batches))
+
+
+def _hub(source: str) -> Iterator[Found]:
+    name, _, split = source.partition(":")
+    datasets = _library("datasets")
+    try:
+        rows = datasets.load_dataset(name, split=split or "train")
+    except Exception as error:  # the hub, the network and the data set's own files each fail in their own way
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise MarsError(f"{name} is neither a local file nor a data set that could be loaded: {reason}") from error
+    return _numbered(name, rows)
+
+
+def _numbered(name: str | Path, rows: Iterable[Any]) -> Iterator[Found]:
+    return ((f"{name}[{number}]", row) for number, row in enumerate(rows))
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise MarsError(f"{name} is needed to read this data: pip install 'mars-llm[train]'") from None

@@ -1,0 +1,177 @@
+"""`train`: from a recipe to a checkpoint, stage by stage. A run that was cut off goes on where it stopped."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from mars.errors import MarsError
+from mars.models import Settings, load_checkpoint
+from mars.models.layout import store_by_rows
+from mars.models.settings import choose_mask_token
+from mars.training.batches import Collator
+from mars.training.objective import Objective
+from mars.training.prepare import Prepared, prepare
+from mars.training.publish import publish
+from mars.training.recipe import Recipe, Stage
+from mars.training.trainer import MarsTrainer, arguments, last_checkpoint, rows_per_step
+
+FINISHED = "finished"
+RANK = 32
+
+
+@dataclass(frozen=True)
+class Pupil:
+    """The model in training."""
+
+    module: nn.Module
+    """What is trained: the language model, or peft's wrapper around it"""
+    language_model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    settings: Settings
+
+
+def train(recipe: Recipe) -> Path:
+    """Train what the recipe says and return the folder of the finished checkpoint, ``output/model``."""
+    state, model_folder = PartialState(), recipe.output / "model"
+    if model_folder.exists():
+        raise MarsError(f"{model_folder} is finished already: remove {recipe.output} or choose another output")
+    with state.main_process_first():
+        _claim(recipe, write=state.is_main_process)
+        pupil = load_pupil(recipe)
+        data = prepare(recipe, pupil.tokenizer)
+    if state.is_main_process:
+        print(data.report, file=sys.stderr)
+    for number, stage in enumerate(recipe.stages, 1):
+        folder = recipe.output / f"{number}-{stage.stage}"
+        metrics = _run_stage(recipe, stage, folder, pupil, data)
+    if state.is_main_process:
+        publish(recipe, pupil.settings, folder / FINISHED, model_folder, metrics)
+    state.wait_for_everyone()
+    return model_folder
+
+
+def _claim(recipe: Recipe, *, write: bool) -> None:
+    """Note the recipe in its output folder; another recipe must not go on with this one's checkpoints."""
+    path, content = recipe.output / "recipe.json", recipe.model_dump_json(indent=2)
+    if path.exists() and path.read_text() != content:
+        raise MarsError(f"{recipe.output} belongs to another recipe ({path}): choose another output or remove it")
+    if write:
+        recipe.output.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+
+
+def load_pupil(recipe: Recipe) -> Pupil:
+    """The model to train, with a mask token; all weights in float32, or frozen ones behind an adapter in bfloat16."""
+    dtype = torch.bfloat16 if recipe.lora is not None and torch.cuda.is_available() else torch.float32
+    loaded = load_checkpoint(recipe.model, device="cpu", dtype=dtype)
+    model, tokenizer = loaded.module, loaded.tokenizer
+    store_by_rows(model)
+    mask = choose_mask_token(model, tokenizer) if loaded.settings is None else loaded.settings.mask_token_id
+    settings = Settings(mask, recipe.block_size, recipe.dial)
+    settings.write(model.generation_config)
+    return Pupil(_trainable(recipe, model, mask), model, tokenizer, settings)
+
+
+def _trainable(recipe: Recipe, model: PreTrainedModel, mask: int) -> nn.Module:
+    """The model itself, or a LoRA adapter and the mask's row of the embedding on top of it."""
+    if recipe.lora is None:
+        return model.requires_grad_(True)
+    from peft import LoraConfig, get_peft_model
+
+    embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
+    options = {
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": 2 * recipe.lora.get("r", RANK),
+        "target_modules": "all-linear",
+        "trainable_token_indices": {embedding.rpartition(".")[2]: [mask]},
+    }
+    torch.manual_seed(recipe.seed)
+    try:
+        config = LoraConfig(**options | recipe.lora)
+        adapted = get_peft_model(model, config)
+    except (TypeError, ValueError) as error:
+        raise MarsError(f"the lora options of the recipe are not usable: {error}") from None
+    config.base_model_name_or_path = recipe.model
+    return adapted
+
+
+def _run_stage(recipe: Recipe, stage: Stage, folder: Path, pupil: Pupil, data: Prepared) -> dict[str, float]:
+    """Train a stage, or take it as it was finished before; returns what was measured at its end."""
+    state, finished = PartialState(), folder / FINISHED
+    if finished.exists():
+        _restore(pupil.module, finished)
+        return json.loads((finished / "metrics.json").read_text())
+    with state.main_process_first():
+        resume = last_checkpoint(folder, clean=state.is_main_process)
+    unfinished = folder / f"{FINISHED}.tmp"
+    with stage_trainer(recipe, stage, folder, pupil, data) as trainer:
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        metrics = trainer.evaluate()
+        trainer.save_model(str(unfinished))
+    if state.is_main_process:
+        pupil.language_model.generation_config.save_pretrained(unfinished)
+        pupil.tokenizer.save_pretrained(unfinished)
+        (unfinished / "metrics.json").write_text(json.dumps(metrics, indent=2))
+        unfinished.rename(finished)
+        for each in folder.glob("checkpoint-*"):
+            shutil.rmtree(each)
+    state.wait_for_everyone()
+    return metrics
+
+
+@contextmanager
+def stage_trainer(recipe: Recipe, stage: Stage, folder: Path, pupil: Pupil, data: Prepared) -> Iterator[MarsTrainer]:
+    """The trainer of a stage; while it is lent, the model computes the stage's loss."""
+    args = arguments(recipe, stage, folder, len(data.train.tokens))
+    collator = Collator(
+        pack=data.train,
+        streams=stage.streams if stage.stage == "mars" else None,
+        mask_token=pupil.settings.mask_token_id,
+        decay=stage.loss.decay,
+        seed=recipe.seed,
+        rows_per_step=rows_per_step(args),
+    )
+    with _objective(recipe, stage, pupil, args.device).installed(pupil.language_model):
+        yield MarsTrainer(pupil.module, args, collator, data.held_out, recipe.block_size)
+
+
+def _objective(recipe: Recipe, stage: Stage, pupil: Pupil, device: torch.device) -> Objective:
+    """The stage's loss. The base model it may be anchored to is the one without the adapter, or a copy."""
+    copied = None
+    if stage.loss.base and recipe.lora is None:
+        copied = copy.deepcopy(pupil.language_model).requires_grad_(False).eval().to(device)
+
+    @contextmanager
+    def base() -> Iterator[PreTrainedModel]:
+        if copied is not None:
+            yield copied
+            return
+        with pupil.module.disable_adapter():  # type: ignore[operator]
+            yield pupil.language_model
+
+    return Objective(stage.loss, base, flex=device.type == "cuda", compiled=recipe.compile)
+
+
+def _restore(module: nn.Module, finished: Path) -> None:
+    """Put the weights of a finished stage into the model."""
+    adapter = finished / "adapter_model.safetensors"
+    if adapter.exists():
+        from peft import set_peft_model_state_dict
+
+        set_peft_model_state_dict(module, load_file(adapter))
+    else:
+        module.load_state_dict(AutoModelForCausalLM.from_pretrained(finished, dtype=torch.float32).state_dict())

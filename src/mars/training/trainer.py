@@ -1,0 +1,136 @@
+"""transformers' Trainer with both streams: what a step is made of, what is measured, and what survives a kill."""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from mars.errors import MarsError
+from mars.method.streams import Pack
+from mars.training.batches import Collator
+from mars.training.evaluation import evaluate
+from mars.training.packing import Schedule
+from mars.training.progress import Progress
+from mars.training.recipe import Recipe, Stage
+
+COMPLETE = "complete"
+"""Written into a training checkpoint when everything else is there"""
+DEFAULTS: dict[str, Any] = {
+    "learning_rate": 2e-4,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 0.03,
+    "weight_decay": 0.0,
+    "logging_steps": 10,
+    "save_strategy": "steps",
+    "save_steps": 500,
+    "save_total_limit": 2,
+    "report_to": "none",
+    "gradient_checkpointing_kwargs": {"use_reentrant": False},
+}
+OURS = {
+    "remove_unused_columns": False,
+    "disable_tqdm": True,
+    "logging_nan_inf_filter": False,  # it would wait for the GPU at every step
+    "dataloader_drop_last": False,
+}
+
+
+def arguments(recipe: Recipe, stage: Stage, folder: Path, rows: int) -> TrainingArguments:
+    """TrainingArguments of a stage: our defaults, the recipe's options, the stage's; epochs spelled out as steps."""
+    options = DEFAULTS | recipe.trainer | stage.trainer
+    fixed = [name for name in OURS if name in options and options[name] != OURS[name]]
+    if fixed:
+        raise MarsError(f"the trainer option {fixed[0]} cannot be set in a recipe")
+    if torch.cuda.is_available():
+        options = {"bf16": True, "dataloader_num_workers": 4, "dataloader_pin_memory": True} | options
+    try:
+        made = TrainingArguments(output_dir=str(folder), seed=recipe.seed, **OURS | options)
+    except (TypeError, ValueError) as error:
+        raise MarsError(f"the trainer options of the recipe are not usable: {error}") from None
+    if made.max_steps <= 0:
+        made.max_steps = max(1, round(made.num_train_epochs * rows / rows_per_step(made)))
+    return made
+
+
+def rows_per_step(args: TrainingArguments) -> int:
+    return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+
+class MarsTrainer(Trainer):
+    """Trains one stage of a recipe. The model's ``forward`` is an `Objective`."""
+
+    def __init__(self, model: nn.Module, args: TrainingArguments, collator: Collator, held_out: Pack, block_size: int):
+        items = args.max_steps * rows_per_step(args)
+        schedule = Schedule(len(collator.pack.tokens), items, args.seed)
+        super().__init__(model=model, args=args, train_dataset=schedule, data_collator=collator)
+        self.callback_handler.callbacks = [
+            each for each in self.callback_handler.callbacks if type(each).__name__ != "PrinterCallback"
+        ]
+        self.add_callback(Progress(tokens_per_step=collator.pack.tokens.shape[1] * rows_per_step(args)))
+        self.model_accepts_loss_kwargs = False  # our loss is a mean over rows: accumulation steps are averaged
+        self._collator = collator
+        self._held_out = held_out
+        self._block_size = block_size
+        self._terms: dict[str, list[Tensor]] = defaultdict(list)
+
+    def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
+        terms = model(**inputs)
+        for name, term in terms.items():
+            if name != "loss":
+                self._terms[name].append(term)
+        return terms["loss"]
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Add the parts of the loss, averaged since the last time."""
+        if "loss" in logs:
+            logs |= {f"{name}_loss": torch.stack(each).mean().item() for name, each in self._terms.items()}
+            self._terms.clear()
+        super().log(logs, *args, **kwargs)
+
+    def evaluate(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
+        """Measure the held-out chats; every process measures all of them."""
+        if not len(self._held_out.tokens):
+            return {}
+        self.model_wrapped.eval()
+        length, streams = self._held_out.tokens.shape[1], self._collator.streams
+        found = evaluate(
+            self._predict,
+            self._held_out,
+            block_size=self._block_size,
+            mask_token=self._collator.mask_token,
+            rows=self.args.per_device_eval_batch_size,
+            width=round(length * (streams.masked if streams else 0.5)),
+        )
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.metrics().items()}
+        self.log(metrics)
+        self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _predict(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        with self.compute_loss_context_manager():
+            return self.model_wrapped(predict=True, **self._prepare_inputs(batch))
+
+    def _save_checkpoint(self, model: PreTrainedModel, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            (Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}" / COMPLETE).touch()
+
+
+def last_checkpoint(folder: Path, *, clean: bool) -> Path | None:
+    """The newest complete training checkpoint; what a kill left half-written is removed by whoever is to ``clean``."""
+    found = sorted(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda each: int(each.name.rpartition("-")[2]))
+    for each in found if clean else []:
+        if not (each / COMPLETE).exists():
+            shutil.rmtree(each)
+    return next((each for each in reversed(found) if (each / COMPLETE).exists()), None)
