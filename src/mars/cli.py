@@ -131,7 +131,7 @@ def train(recipe: Annotated[Path, typer.Argument(help="A recipe in YAML; see doc
     from mars.training.recipe import read_recipe
     from mars.training.run import train as run
 
-    typer.echo(f"The finished checkpoint is in {run(read_recipe(recipe))}")
+    run(read_recipe(recipe))
 
 
 @app.command()

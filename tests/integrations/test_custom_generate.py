@@ -28,11 +28,11 @@ from transformers import (
 from transformers.generation import BaseStreamer
 
 import mars
+from mars.decoding.attention import own_attention
 from mars.decoding.decoder import Decoder
 from mars.integrations.generate import ship
 from mars.method.sampling import Sampling, SamplingBatch
 from mars.models import Checkpoint, Settings
-from mars.models.builtin import builtin_folder
 from mars.models.saving import save_checkpoint
 from tests.conftest import END, MASK, tiny_checkpoint, tiny_tokenizer
 
@@ -322,28 +322,27 @@ def test_it_runs_where_the_package_is_not_installed(tmp_path: Path, monkeypatch:
     assert answer(load(folder), folder, [1, 2, 3], dial="exact") == expected
 
 
-def test_the_built_in_model(smollm: mars.Model, tmp_path: Path) -> None:
-    folder = tmp_path / "smollm"
-    folder.mkdir()
-    for file in builtin_folder().iterdir():
-        (folder / file.name).symlink_to(file)
-    ship(folder)
-    model, suppressed = load(folder), [smollm.settings.mask_token_id]
-    prompt = smollm.checkpoint.encode("Repeat the word 'mars' ten times.")
-    greedy = {"max_new_tokens": 8}
-    expected = plain(model, prompt, suppress_tokens=suppressed, **greedy)
-    assert answer(model, folder, prompt, dial="exact", **greedy) == expected
+def test_the_built_in_model(smollm: mars.Model, shipped) -> None:
+    """Its masks are trained. The settings come with the call, as it was not loaded from a folder that has them."""
+    folder, _ = shipped("llama")
+    prompt = smollm.checkpoint.encode("Count from one to twenty.")
+    config = GenerationConfig()
+    smollm.settings.write(config)
+    call = {"max_new_tokens": 16, "generation_config": config}
+    bare = {"max_new_tokens": 16, "suppress_tokens": [smollm.settings.mask_token_id]}
+    trusting = smollm.generate(prompt, dial="threshold=0.5", max_new_tokens=16)
+    with own_attention(smollm.checkpoint.module) as model:
+        assert answer(model, folder, prompt, dial="exact", **call) == plain(model, prompt, **bare)
+        assert model.mars_statistics["tokens_per_forward"] > 1.2
+        assert answer(model, folder, prompt, dial="threshold=0.5", **call) == trusting.token_ids
+        assert model.mars_statistics["forwards"] == trusting.forwards < trusting.tokens
 
-    trusting = smollm.generate(prompt, dial="threshold=0.1", **greedy)
-    assert answer(model, folder, prompt, dial="threshold=0.1", **greedy) == trusting.token_ids
-    assert trusting.forwards < trusting.tokens
-
-    # The default top_k of transformers applies. One token at a time, equal seeds draw equal tokens.
-    sampled = {"max_new_tokens": 8, "do_sample": True, "temperature": 2.5, "repetition_penalty": 1.2}
-    torch.manual_seed(3)
-    expected = plain(model, prompt, suppress_tokens=suppressed, **sampled)
-    torch.manual_seed(3)
-    assert answer(model, folder, prompt, dial="one-token", **sampled) == expected
+        # The default top_k of transformers applies. One token at a time, equal seeds draw equal tokens.
+        sampled = {"do_sample": True, "max_new_tokens": 8, "temperature": 2.5, "repetition_penalty": 1.2}
+        torch.manual_seed(3)
+        expected = plain(model, prompt, **bare | sampled)
+        torch.manual_seed(3)
+        assert answer(model, folder, prompt, dial="one-token", **call | sampled) == expected
 
 
 # Sampling: a vocabulary so small that the distribution of whole answers can be known.

@@ -45,7 +45,7 @@ class Pupil:
 
 def train(recipe: Recipe) -> Path:
     """Train what the recipe says and return the folder of the finished checkpoint, ``output/model``."""
-    state, model_folder = PartialState(), recipe.output / "model"
+    state, model_folder = PartialState(cpu=not torch.cuda.is_available()), recipe.output / "model"
     if model_folder.exists():
         raise MarsError(f"{model_folder} is finished already: remove {recipe.output} or choose another output")
     with state.main_process_first():
@@ -59,18 +59,19 @@ def train(recipe: Recipe) -> Path:
         metrics = _run_stage(recipe, stage, folder, pupil, data)
     if state.is_main_process:
         publish(recipe, pupil.settings, folder / FINISHED, model_folder, metrics)
+        print(f"The finished checkpoint is in {model_folder}")
     state.wait_for_everyone()
     return model_folder
 
 
 def _claim(recipe: Recipe, *, write: bool) -> None:
     """Note the recipe in its output folder; another recipe must not go on with this one's checkpoints."""
-    path, content = recipe.output / "recipe.json", recipe.model_dump_json(indent=2)
-    if path.exists() and path.read_text() != content:
+    path = recipe.output / "recipe.json"
+    if path.exists() and json.loads(path.read_text()) != recipe.model_dump(mode="json"):
         raise MarsError(f"{recipe.output} belongs to another recipe ({path}): choose another output or remove it")
     if write:
         recipe.output.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
+        path.write_text(recipe.model_dump_json(indent=2))
 
 
 def load_pupil(recipe: Recipe) -> Pupil:

@@ -33,6 +33,7 @@ DEFAULTS: dict[str, Any] = {
     "save_steps": 500,
     "save_total_limit": 2,
     "report_to": "none",
+    "ddp_find_unused_parameters": False,
     "gradient_checkpointing_kwargs": {"use_reentrant": False},
 }
 OURS = {
@@ -92,9 +93,10 @@ class MarsTrainer(Trainer):
         return terms["loss"]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add the parts of the loss, averaged since the last time."""
+        """Add the parts of the loss, averaged over all processes since the last time."""
         if "loss" in logs:
-            logs |= {f"{name}_loss": torch.stack(each).mean().item() for name, each in self._terms.items()}
+            means = {name: self.accelerator.gather(torch.stack(each)).mean() for name, each in self._terms.items()}
+            logs |= {f"{name}_loss": mean.item() for name, mean in means.items()}
             self._terms.clear()
         super().log(logs, *args, **kwargs)
 

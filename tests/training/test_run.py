@@ -1,0 +1,214 @@
+"""Whole training runs of a tiny model: what is learned, what survives a kill, what several processes make of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import mars
+from mars.errors import MarsError
+from mars.training.recipe import Recipe
+from mars.training.run import train
+from mars.training.trainer import COMPLETE, last_checkpoint
+from tests.training.conftest import small_recipe
+
+LORA = {"r": 8}
+
+
+def write(recipe: Recipe, path: Path) -> Path:
+    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    return path
+
+
+def command(*arguments: object, launcher: tuple[str, ...] = ()) -> list[str]:
+    return [sys.executable, "-m", *launcher, "mars", "train", *map(str, arguments)]
+
+
+def weights(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(output / "model" / "model.safetensors")
+
+
+def metrics(output: Path, stage: str = "1-mars") -> dict[str, float]:
+    return json.loads((output / stage / "finished" / "metrics.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def whole_run(chat_model: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of both stages, trained without interruption."""
+    output = tmp_path_factory.mktemp("runs") / "whole"
+    stages = [{"stage": "ar", "trainer": {"max_steps": 20}}, {"stage": "mars", "trainer": {"max_steps": 100}}]
+    train(small_recipe(chat_model, chats, output, stages=stages))
+    return output
+
+
+def test_a_run_teaches_the_masks_to_guess(whole_run: Path) -> None:
+    before, after = metrics(whole_run, "1-ar"), metrics(whole_run, "2-mars")
+    assert after["eval_clean_loss"] < before["eval_clean_loss"]
+    assert after["eval_mask_accuracy_2"] > before["eval_mask_accuracy_2"] + 0.3
+    assert after["eval_tokens_per_forward_tree"] > after["eval_tokens_per_forward_chain"] > 1.3
+
+
+def test_the_finished_checkpoint_decodes_faster_and_the_same(whole_run: Path) -> None:
+    model = mars.load(whole_run / "model")
+    plain = model.generate("abc", dial="one-token", max_new_tokens=30)
+    exact = model.generate("abc", max_new_tokens=30)
+    assert exact.dial == "exact"
+    assert exact.token_ids == plain.token_ids
+    assert exact.tokens_per_forward > 1.2
+
+
+def test_the_finished_checkpoint_is_a_plain_one(whole_run: Path) -> None:
+    folder = whole_run / "model"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    inputs = AutoTokenizer.from_pretrained(folder)("abc", return_tensors="pt")
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    plain = model.generate(**inputs, **options)
+    exact = model.generate(**inputs, **options, custom_generate=str(folder), trust_remote_code=True, dial="exact")
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert torch.equal(plain[:, : exact.shape[1]], exact)
+    card = (folder / "README.md").read_text()
+    assert "tokens per forward chain" in card
+    assert "learning_rate: 0.005" in card
+
+
+def test_what_is_finished_is_not_trained_again(whole_run: Path) -> None:
+    recipe = Recipe.model_validate_json((whole_run / "recipe.json").read_text())
+    with pytest.raises(MarsError, match="finished already"):
+        train(recipe)
+
+
+def test_another_recipe_does_not_go_on_with_this_ones_output(whole_run: Path, chat_model: Path, chats: Path) -> None:
+    (whole_run / "model").rename(whole_run / "aside")
+    try:
+        with pytest.raises(MarsError, match="another recipe"):
+            train(small_recipe(chat_model, chats, whole_run, seed=1))
+    finally:
+        (whole_run / "aside").rename(whole_run / "model")
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_a_killed_run_goes_on_to_the_same_end(
+    lora: dict[str, Any] | None, chat_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    """Killed in the second stage: the first is taken as it is, the second from its last complete checkpoint."""
+    trainer = {"max_steps": 12, "save_steps": 4}
+    stages = [{"stage": "ar", "trainer": trainer}, {"stage": "mars", "trainer": trainer, "loss": {"base": 0.1}}]
+    changes: dict[str, Any] = {"stages": stages, "lora": lora}
+    killed, whole = (small_recipe(chat_model, chats, tmp_path / name, **changes) for name in ("killed", "whole"))
+    slow = dict(os.environ, OMP_NUM_THREADS="1")
+    process = subprocess.Popen(
+        command(write(killed, tmp_path / "recipe.yaml")), env=slow, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    reached = killed.output / "2-mars" / "checkpoint-4" / COMPLETE
+    while not reached.exists():
+        assert process.poll() is None, process.stdout.read().decode()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (killed.output / "model").exists()
+    (killed.output / "2-mars" / "checkpoint-11").mkdir()  # as if killed while it was being written
+    train(killed)
+    train(whole)
+    assert metrics(killed.output, "2-mars") == pytest.approx(metrics(whole.output, "2-mars"), abs=1e-4)
+    ours = weights(killed.output)
+    for name, tensor in weights(whole.output).items():
+        assert torch.allclose(tensor, ours[name], atol=1e-5), name
+
+
+@pytest.mark.parametrize("how", ["processes", "accumulation"])
+def test_the_same_step_in_parts_is_the_same_step(how: str, chat_model: Path, chats: Path, tmp_path: Path) -> None:
+    """Two processes, or two accumulation steps, of two rows each against one process with four rows."""
+    one = small_recipe(chat_model, chats, tmp_path / "one", trainer=trainer_options(4))
+    train(one)
+    if how == "processes":
+        parts = small_recipe(chat_model, chats, tmp_path / "parts", trainer=trainer_options(2))
+        launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m")
+        path = write(parts, tmp_path / "recipe.yaml")
+        done = subprocess.run(
+            command(path, launcher=launcher), capture_output=True, text=True, check=False, timeout=120
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    else:
+        options = trainer_options(2) | {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}
+        parts = small_recipe(chat_model, chats, tmp_path / "parts", trainer=options)
+        train(parts)
+    assert metrics(parts.output) == pytest.approx(metrics(one.output), abs=1e-3)
+    ours = weights(parts.output)
+    for name, tensor in weights(one.output).items():
+        assert torch.allclose(tensor, ours[name], atol=1e-3), name
+
+
+def trainer_options(rows: int) -> dict[str, Any]:
+    options = {"learning_rate": 5e-3, "logging_steps": 5, "use_cpu": True, "max_steps": 8}
+    return options | {"per_device_train_batch_size": rows, "optim": "sgd"}
+
+
+def test_an_adapter_is_published_beside_the_model(chat_model: Path, chats: Path, tmp_path: Path) -> None:
+    recipe = small_recipe(chat_model, chats, tmp_path / "run", lora=LORA)
+    train(recipe)
+    merged, adapted = mars.load(recipe.output / "model"), mars.load(recipe.output / "adapter")
+    assert adapted.settings == merged.settings
+    answers = [model.generate("abc", dial="threshold=0.5", max_new_tokens=20) for model in (merged, adapted)]
+    assert answers[0].token_ids == answers[1].token_ids
+    base = AutoModelForCausalLM.from_pretrained(chat_model)
+    rows = merged.checkpoint.module.get_input_embeddings().weight - base.get_input_embeddings().weight
+    mask = merged.checkpoint.mask_token_id
+    assert rows.abs().sum(1).nonzero().flatten().tolist() == [
+        mask
+    ]  # of the embedding, the mask's row alone was trained
+
+
+def test_the_papers_setting_trains(chat_model: Path, chats: Path, tmp_path: Path) -> None:
+    streams = {"anchors": "fixed", "block_size": 4}
+    stage = {"stage": "mars", "streams": streams, "loss": {"clean": 1.0, "labels": 1.0, "distill": 0.0}}
+    recipe = small_recipe(chat_model, chats, tmp_path / "run", stages=[stage])
+    train(recipe)
+    assert metrics(recipe.output)["eval_mask_accuracy_2"] > 0.3
+
+
+def test_block_sizes_may_change_from_step_to_step(chat_model: Path, chats: Path, tmp_path: Path) -> None:
+    stage = {"stage": "mars", "streams": {"block_size": [2, 3, 6]}}
+    recipe = small_recipe(chat_model, chats, tmp_path / "run", stages=[stage])
+    assert mars.load(train(recipe)).settings.block_size == 6
+
+
+def test_half_written_checkpoints_are_never_taken_for_whole_ones(tmp_path: Path) -> None:
+    for step, complete in ((5, True), (10, True), (15, False)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if complete:
+            (tmp_path / f"checkpoint-{step}" / COMPLETE).touch()
+    assert last_checkpoint(tmp_path, clean=False) == tmp_path / "checkpoint-10"
+    assert (tmp_path / "checkpoint-15").exists()
+    last_checkpoint(tmp_path, clean=True)
+    assert not (tmp_path / "checkpoint-15").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"trainer": {"learning_rat": 1}}, "learning_rat"),
+        ({"trainer": {"remove_unused_columns": True}}, "remove_unused_columns"),
+        ({"lora": {"rank": 4}}, "rank"),
+        ({"lora": {"target_modules": ["nothing"]}}, "nothing"),
+        ({"data": {"train": ["nowhere.jsonl"], "length": 64}}, "nowhere.jsonl"),
+        ({"data": {"train": ["CHATS"], "length": 64, "held_out": 500}}, "no chat to train on"),
+    ],
+)
+def test_a_recipe_that_cannot_work_says_why(
+    change: dict[str, Any], message: str, chat_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    text = json.dumps(change).replace("CHATS", str(chats))
+    with pytest.raises(MarsError, match=message):
+        train(small_recipe(chat_model, chats, tmp_path / "run", **json.loads(text)))
