@@ -35,7 +35,8 @@ def test_json() -> None:
 
 
 def test_show_steps_colours_by_forward() -> None:
-    done = mars("generate", "Hi", "--max-new-tokens", "6", "--show-steps", FORCE_COLOR="1", TERM="xterm-256color")
+    asked = ("generate", "Hi", "--max-new-tokens", "6", "--dial", "one-token", "--show-steps")
+    done = mars(*asked, FORCE_COLOR="1", TERM="xterm-256color")
     assert done.returncode == 0, done.stderr
     assert len(set(re.findall(r"\x1b\[(9[0-9])m", done.stdout))) >= 3
     assert "6 tokens in 6 forwards: 1.00 per forward" in done.stdout
@@ -72,9 +73,14 @@ def test_demo() -> None:
     done = mars("demo", COLUMNS="100")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("tokens per second") == 3
-    for dial in ("one-token", "exact", "threshold=0.9"):
-        assert dial in done.stdout
-    assert "without MARS training" in done.stdout
+    rows = re.findall(
+        r"│ (one-token|exact|threshold=0.9) +│ ([\d.]+) +│ [\d.]+ +│ ([\d.]+) +│ (yes|no) +│", done.stdout
+    )
+    assert [dial for dial, *_ in rows] == ["one-token", "exact", "threshold=0.9"] * 3
+    for dial, per_forward, agreement, same in rows:
+        if dial == "exact":
+            assert float(per_forward) > 1.5
+            assert (agreement, same) == ("1.00", "yes")
 
 
 @pytest.mark.parametrize(
@@ -96,6 +102,25 @@ def test_demo() -> None:
 def test_bad_input_is_one_clear_line(arguments: list[str], says: str) -> None:
     done = mars("generate", *arguments, HF_HUB_OFFLINE="1")
     assert_one_line(done, says)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["train", "nowhere.yaml"], "the recipe nowhere.yaml cannot be read"),
+        (["train", "RECIPE"], "stages.0.loss.cleen"),
+        (["distill", "out.jsonl"], "nothing to answer"),
+        (["distill", "out.jsonl", "--prompts", "nowhere.jsonl"], "there is no file nowhere.jsonl"),
+        (["distill", "out.jsonl", "--own-prompts", "1", "--temperatures", "hot"], "temperatures"),
+    ],
+)
+def test_training_mistakes_are_one_clear_line(
+    arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stage = "{stage: mars, loss: {cleen: 1}}"
+    (tmp_path / "RECIPE").write_text(f"{{model: m, output: o, data: {{train: [d]}}, stages: [{stage}]}}")
+    assert_one_line(mars(*arguments), says)
 
 
 def test_a_damaged_cache_is_one_clear_line(tmp_path: Path) -> None:

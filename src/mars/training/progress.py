@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextCol
 from rich.progress import Progress as Bar
 from transformers import TrainerCallback, TrainerState
 
+WARM_UP = 3
+"""Steps that may compile, and say nothing about the speed"""
 SHOWN = ("loss", "clean_loss", "labels_loss", "distill_loss", "base_loss")
 
 
@@ -21,8 +23,9 @@ class Progress(TrainerCallback):
     def __init__(self, tokens_per_step: int) -> None:
         self._tokens_per_step = tokens_per_step
         self._bar: Bar | None = None
+        self._steps = 0
         self._mark = (0, 0.0)
-        """Step and time of the last report"""
+        """Step and time from which the speed is measured"""
 
     def on_train_begin(self, _args: Any, state: TrainerState, _control: Any, **_: Any) -> None:
         self._mark = state.global_step, time.perf_counter()
@@ -35,6 +38,9 @@ class Progress(TrainerCallback):
         self._bar.start()
 
     def on_step_end(self, _args: Any, state: TrainerState, _control: Any, **_: Any) -> None:
+        self._steps += 1
+        if self._steps == WARM_UP:
+            self._mark = state.global_step, time.perf_counter()
         if self._bar:
             self._bar.advance(self._task, state.global_step - self._bar.tasks[0].completed)
 
@@ -44,7 +50,8 @@ class Progress(TrainerCallback):
         if self._bar is None or not logs or "train_runtime" in logs:
             return
         if "loss" not in logs:
-            self._bar.console.print("  ".join(f"{name} {value:.3f}" for name, value in logs.items() if name != "epoch"))
+            measured = "  ".join(f"{name} {value:.3f}" for name, value in logs.items() if name != "epoch")
+            self._bar.console.print(measured, soft_wrap=True)
             return
         step, now = state.global_step, time.perf_counter()
         per_step = (now - self._mark[1]) / max(1, step - self._mark[0])
@@ -54,7 +61,7 @@ class Progress(TrainerCallback):
         self._bar.update(self._task, note=note)
         if self._bar.disable:
             left = timedelta(seconds=round(per_step * (state.max_steps - step)))
-            self._bar.console.print(f"step {step}/{state.max_steps}  {note}  {left} left")
+            self._bar.console.print(f"step {step}/{state.max_steps}  {note}  {left} left", soft_wrap=True)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         if self._bar:

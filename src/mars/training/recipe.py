@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from mars.errors import MarsError
+from mars.method.dials import Dial
+
+BlockSize = Annotated[int, Field(ge=2)]
 
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _a_dial(text: str) -> str:
+    return str(Dial.parse(text))
 
 
 class Data(Section):
@@ -31,7 +38,7 @@ class Data(Section):
 class Streams(Section):
     """What the masked stream of a step looks like."""
 
-    block_size: int | list[int] = 4
+    block_size: BlockSize | Annotated[list[BlockSize], Field(min_length=1)] = 4
     """Tokens one forward shall predict; a list: drawn anew for every step"""
     anchors: Literal["random", "fixed"] = "random"
     """``fixed`` is the paper's layout: blocks of ``block_size`` masks tile the answers"""
@@ -73,7 +80,7 @@ class Recipe(Section):
     stages: list[Stage] = Field(min_length=1)
     lora: dict[str, Any] | None = None
     """Options of peft's LoraConfig; without it all weights are trained"""
-    dial: str = "exact"
+    dial: Annotated[str, AfterValidator(_a_dial)] = "exact"
     """The dial that the finished checkpoint decodes with"""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Of the finished checkpoint's weights"""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from mars.errors import MarsError
@@ -71,10 +71,10 @@ class MarsTrainer(Trainer):
     def __init__(self, model: nn.Module, args: TrainingArguments, collator: Collator, held_out: Pack, block_size: int):
         items = args.max_steps * rows_per_step(args)
         schedule = Schedule(len(collator.pack.tokens), items, args.seed)
-        super().__init__(model=model, args=args, train_dataset=schedule, data_collator=collator)
-        self.callback_handler.callbacks = [
-            each for each in self.callback_handler.callbacks if type(each).__name__ != "PrinterCallback"
-        ]
+        super().__init__(
+            model=model, args=args, train_dataset=schedule, eval_dataset=held_out.tokens, data_collator=collator
+        )
+        self.remove_callback(PrinterCallback)
         self.add_callback(Progress(tokens_per_step=collator.pack.tokens.shape[1] * rows_per_step(args)))
         self.model_accepts_loss_kwargs = False  # our loss is a mean over rows: accumulation steps are averaged
         self._collator = collator
@@ -115,7 +115,7 @@ class MarsTrainer(Trainer):
             width=round(length * (streams.masked if streams else 0.5)),
         )
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.metrics().items()}
-        self.log(metrics)
+        self.log(dict(metrics))
         self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
@@ -125,6 +125,7 @@ class MarsTrainer(Trainer):
 
     def _save_checkpoint(self, model: PreTrainedModel, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()
         if self.args.should_save:
             (Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}" / COMPLETE).touch()
 
