@@ -84,7 +84,9 @@ def main() -> None:
             results[name] = {"change": change, "error": "out of memory"}
         print(name, json.dumps(results[name]), flush=True)
         if options.out:
-            options.out.write_text(json.dumps({"results": results, "report": data.report, **collect()}, indent=2))
+            options.out.write_text(
+                json.dumps({"results": results, "report": data.report, "provenance": collect()}, indent=2)
+            )
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def main() -> None:
         record["drift"] = drift(base, model, prompts, theirs, answers["one-token"])
         print("drift", record["drift"], flush=True)
     if options.out:
-        options.out.write_text(json.dumps(record | collect(), indent=2))
+        options.out.write_text(json.dumps(record | {"provenance": collect()}, indent=2))
 
 
 if __name__ == "__main__":

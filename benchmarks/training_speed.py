@@ -114,7 +114,12 @@ def main() -> None:
     }
     print(summary, flush=True)
     if options.out:
-        record = {"options": vars(options) | {"out": str(options.out)}, "results": results, **summary, **collect()}
+        record = {
+            "options": vars(options) | {"out": str(options.out)},
+            "results": results,
+            **summary,
+            "provenance": collect(),
+        }
         options.out.write_text(json.dumps(record, indent=2, default=str))
 
 

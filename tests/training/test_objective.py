@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from mars.training.recipe import Loss
 from tests.conftest import FAMILIES, MASK, VOCABULARY, tiny_checkpoint
 
 LENGTH = 24
+ROOT = Path(__file__).parents[2]
 
 
 def packed(seed: int = 0) -> Pack:
@@ -204,3 +208,19 @@ def test_the_models_own_forward_comes_back() -> None:
     with Objective(Loss()).installed(model):
         assert "forward" in vars(model)
     assert "forward" not in vars(model)
+
+
+def test_sharded_weights_give_the_same_loss_and_gradient() -> None:
+    """FSDP2 over two processes, with the replaced forward and tied embeddings."""
+    launcher = [
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "-m",
+        "tests.training.sharded_forward",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher], capture_output=True, text=True, check=False, timeout=120, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

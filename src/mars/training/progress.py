@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 from transformers import TrainerCallback, TrainerState
 
@@ -31,9 +31,8 @@ class Progress(TrainerCallback):
         self._mark = state.global_step, time.perf_counter()
         if not state.is_world_process_zero:
             return
-        columns: list[ProgressColumn] = [TextColumn("training"), BarColumn(), MofNCompleteColumn()]
-        left = [TimeRemainingColumn(), TextColumn("left {task.fields[note]}")]
-        self._bar = Bar(*columns, *left, console=Console(stderr=True), disable=not sys.stderr.isatty())
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+        self._bar = Bar(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
         self._task = self._bar.add_task("", total=state.max_steps, completed=state.global_step, note="")
         self._bar.start()
 
@@ -53,15 +52,21 @@ class Progress(TrainerCallback):
             measured = "  ".join(f"{name} {value:.3f}" for name, value in logs.items() if name != "epoch")
             self._bar.console.print(measured, soft_wrap=True)
             return
-        step, now = state.global_step, time.perf_counter()
-        per_step = (now - self._mark[1]) / max(1, step - self._mark[0])
-        self._mark = step, now
         losses = "  ".join(f"{name} {logs[name]:.3f}" for name in SHOWN if name in logs)
-        note = f"{losses}  {self._tokens_per_step / per_step:,.0f} tokens/s"
-        self._bar.update(self._task, note=note)
+        self._bar.update(self._task, note=f"{losses}  {self._speed(state)}")
         if self._bar.disable:
-            left = timedelta(seconds=round(per_step * (state.max_steps - step)))
-            self._bar.console.print(f"step {step}/{state.max_steps}  {note}  {left} left", soft_wrap=True)
+            self._bar.console.print(
+                f"step {state.global_step}/{state.max_steps}  {losses}  {self._speed(state)}", soft_wrap=True
+            )
+        self._mark = state.global_step, time.perf_counter()
+
+    def _speed(self, state: TrainerState) -> str:
+        steps = state.global_step - self._mark[0]
+        if not steps:
+            return ""
+        per_step = (time.perf_counter() - self._mark[1]) / steps
+        left = timedelta(seconds=round(per_step * (state.max_steps - state.global_step)))
+        return f"{self._tokens_per_step / per_step:,.0f} tokens/s  {left} left"
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         if self._bar:
