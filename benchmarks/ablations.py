@@ -55,7 +55,7 @@ def run(recipe: Recipe, data: Prepared, block_sizes: list[int]) -> dict[str, Any
                 trainer._predict,
                 data.held_out,
                 block_size=block_size,
-                mask_token=pupil.settings.mask_token_id,
+                mask_token=pupil.mask_token,
                 rows=trainer.args.per_device_eval_batch_size,
                 width=recipe.data.length // 2,
             )

@@ -35,9 +35,10 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path, draw = tmp_path_factory.mktemp("data") / "chats.jsonl", random.Random(0)
     with path.open("w") as file:
         for _ in range(200):
-            start, step, length = draw.randrange(10), draw.randrange(1, 4), draw.randrange(8, 30)
+            start, step, asked = draw.randrange(10), draw.randrange(1, 4), draw.randrange(3, 12)
+            length = asked + draw.randrange(5, 27)
             text = "".join("abcdefghij"[(start + step * place) % 10] for place in range(length))
-            file.write(json.dumps({"prompt": text[:3], "completion": text[3:]}) + "\n")
+            file.write(json.dumps({"prompt": text[:asked], "completion": text[asked:]}) + "\n")
     return path
 
 

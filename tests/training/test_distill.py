@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -155,6 +156,33 @@ def test_repetition() -> None:
     assert repetition([1, 2, 3]) == 0.0
     assert repetition(list(range(20))) == 0.0
     assert repetition([1, 2] * 20) > 0.9
+
+
+def test_a_continued_run_writes_other_prompts(chat_model: Path, tmp_path: Path) -> None:
+    checkpoint = mars.load(chat_model, dtype="float32").checkpoint
+    checkpoint.tokenizer.chat_template = "j{{ messages[0]['content'] }}<end>"  # a user's turn begins with j
+    for wanted in (8, 16):
+        filters = Filters(2, 80, max_repetition=1.0)
+        plan = Distillation((0.0,), max_new_tokens=4, own_prompts=wanted, rows=8, filters=filters)
+        distill(checkpoint, [], tmp_path / "chats.jsonl", plan)
+    own = (tmp_path / "chats.prompts.jsonl").read_text().splitlines()
+    assert len(set(own)) == len(own) > 8
+
+
+@pytest.mark.parametrize("wrong", [{"rows": 0}, {"max_new_tokens": 0}, {"own_prompts": -1}, {"temperatures": (-1.0,)}])
+def test_a_plan_that_cannot_work_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(MarsError, match=next(iter(wrong))):
+        Distillation(**wrong)
+
+
+def test_a_prompt_that_the_template_refuses_is_skipped(chat_model: Path, prompts: Path, tmp_path: Path) -> None:
+    checkpoint = mars.load(chat_model, dtype="float32").checkpoint
+    checkpoint.tokenizer.chat_template = (
+        "{% if messages[0]['content'] == 'abc' %}{{ raise_exception('no abc') }}{% endif %}b"
+    )
+    counts = distill(checkpoint, [str(prompts)], tmp_path / "chats.jsonl", PLAN)
+    assert counts["prompts refused"] == 1
+    assert counts["answers"] > 0
 
 
 def test_nothing_to_answer_is_said(writer_model: Checkpoint, tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_chunked_losses_and_gradients_are_the_plain_ones(chunk: int, monkeypatch
     model, base, streams = model_of(), tiny_checkpoint("llama", seed=1).module, laid_out()
     examine(base)
     with Objective(weights, lambda: nullcontext(base)).installed(model):
-        terms = model(**batch_tensors(streams, LENGTH, chunk=chunk))
+        terms = model(**batch_tensors(streams, LENGTH))
         terms["loss"].backward()
     gradients = {name: each.grad.clone() for name, each in model.named_parameters()}
     model.zero_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,7 +49,7 @@ def metrics(output: Path, stage: str = "1-mars") -> dict[str, float]:
 def whole_run(chat_model: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of both stages, trained without interruption."""
     output = tmp_path_factory.mktemp("runs") / "whole"
-    stages = [{"stage": "ar", "trainer": {"max_steps": 20}}, {"stage": "mars", "trainer": {"max_steps": 100}}]
+    stages = [{"stage": "ar", "trainer": {"max_steps": 20}}, {"stage": "mars", "trainer": {"max_steps": 150}}]
     train(small_recipe(chat_model, chats, output, stages=stages))
     return output
 
@@ -62,11 +63,12 @@ def test_a_run_teaches_the_masks_to_guess(whole_run: Path) -> None:
 
 def test_the_finished_checkpoint_decodes_faster_and_the_same(whole_run: Path) -> None:
     model = mars.load(whole_run / "model")
-    plain = model.generate("abc", dial="one-token", max_new_tokens=30)
-    exact = model.generate("abc", max_new_tokens=30)
-    assert exact.dial == "exact"
-    assert exact.token_ids == plain.token_ids
-    assert exact.tokens_per_forward > 1.2
+    prompts = ["abcdef", "bdfhj", "cfi", "ghijab", "fhjbd"]
+    plain = model.generate(prompts, dial="one-token", max_new_tokens=30)
+    exact = model.generate(prompts, max_new_tokens=30)
+    assert {each.dial for each in exact} == {"exact"}
+    assert [each.token_ids for each in exact] == [each.token_ids for each in plain]
+    assert sum(each.tokens for each in exact) > 1.2 * sum(each.forwards for each in exact)
 
 
 def test_the_finished_checkpoint_is_a_plain_one(whole_run: Path) -> None:
@@ -178,6 +180,58 @@ def test_the_papers_setting_trains(chat_model: Path, chats: Path, tmp_path: Path
     assert metrics(recipe.output)["eval_mask_accuracy_2"] > 0.3
 
 
+def test_a_second_adapter_on_top_of_one_is_refused(chats: Path, tmp_path: Path) -> None:
+    """It could not be published: an adapter is for a plain model."""
+    with pytest.raises(MarsError, match="brings an adapter"):
+        train(small_recipe(Path("smollm2-135m"), chats, tmp_path / "run", lora=LORA))
+
+
+def test_an_ar_stage_alone_makes_an_ordinary_model(chat_model: Path, chats: Path, tmp_path: Path) -> None:
+    folder = train(small_recipe(chat_model, chats, tmp_path / "run", stages=[{"stage": "ar"}]))
+    assert mars.load(folder).settings is None
+    assert not (folder / "custom_generate").exists()
+    assert "ordinary autoregressive" in (folder / "README.md").read_text()
+
+
+def test_dropout_and_numbers_that_yaml_takes_for_texts(chat_model: Path, chats: Path, tmp_path: Path) -> None:
+    stages = [{"stage": "ar"}, {"stage": "mars", "streams": {"block_size": 2}}]
+    trainer = {"max_steps": 2, "learning_rate": "1e-4", "use_cpu": True}
+    lora = LORA | {"lora_dropout": 0.1}
+    recipe = small_recipe(chat_model, chats, tmp_path / "run", stages=stages, trainer=trainer, lora=lora)
+    assert mars.load(train(recipe)).settings.block_size == 2
+    assert "training_args.bin" not in [path.name for path in (recipe.output / "adapter").iterdir()]
+
+
+def test_answers_too_short_for_any_mask(chat_model: Path, tmp_path: Path) -> None:
+    """One cut token: the clean stream is asked, no mask is."""
+    path = tmp_path / "short.jsonl"
+    path.write_text('{"prompt": "abc", "completion": "d", "ended": false}\n' * 3)
+    data = {"train": [str(path)], "length": 16, "held_out": 0}
+    trainer = {"max_steps": 2, "use_cpu": True, "logging_steps": 1}
+    assert train(small_recipe(chat_model, path, tmp_path / "run", data=data, trainer=trainer)).exists()
+
+
+def test_idle_sampling_flags_do_not_stop_the_saving(chat_model: Path, chats: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(chat_model, tmp_path / "model"))
+    config = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps(config | {"temperature": 0.6, "top_p": 0.9}))
+    assert train(small_recipe(model, chats, tmp_path / "run", trainer=trainer_options(4))).exists()
+
+
+def test_chats_with_the_same_prompt_are_held_out_together(chat_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "twins.jsonl"
+    rows = [{"prompt": prompt, "completion": answer} for prompt in "abcdefgh" for answer in ("ij", "ji")]
+    path.write_text("\n".join(map(json.dumps, [*rows, {"prompt": "a", "completion": "\ud83d"}])))
+    data = {"train": [str(path)], "length": 16, "held_out": 3, "packing": False}
+    recipe = small_recipe(chat_model, path, tmp_path / "run", data=data, trainer=trainer_options(2))
+    train(recipe)
+    packs = [load_file(recipe.output / "data" / f"{name}.safetensors")["tokens"] for name in ("train", "held_out")]
+    prompts = [{int(row[0]) for row in tokens} for tokens in packs]
+    assert not prompts[0] & prompts[1]
+    assert len(packs[1]) == 2 * len(prompts[1]) >= 3
+    assert "twins.jsonl:17: the content" in (recipe.output / "data" / "bad_rows.txt").read_text()
+
+
 def test_block_sizes_may_change_from_step_to_step(chat_model: Path, chats: Path, tmp_path: Path) -> None:
     stage = {"stage": "mars", "streams": {"block_size": [2, 3, 6]}}
     recipe = small_recipe(chat_model, chats, tmp_path / "run", stages=[stage])
@@ -210,7 +264,12 @@ def test_half_written_checkpoints_are_never_taken_for_whole_ones(tmp_path: Path)
     [
         ({"trainer": {"learning_rat": 1}}, "learning_rat"),
         ({"trainer": {"remove_unused_columns": True}}, "remove_unused_columns"),
+        ({"trainer": {"save_total_limit": 1}}, "save_total_limit"),
+        ({"trainer": {"eval_strategy": "epoch"}}, "eval_strategy"),
+        ({"trainer": {"load_best_model_at_end": True}}, "load_best_model_at_end"),
+        ({"trainer": {"report_to": "tensorboard"}}, "[Tt]ensor[Bb]oard"),
         ({"lora": {"rank": 4}}, "rank"),
+        ({"data": {"train": ["CHATS"], "length": 300}}, "data.length is 300"),
         ({"lora": {"target_modules": ["nothing"]}}, "nothing"),
         ({"data": {"train": ["nowhere.jsonl"], "length": 64}}, "nowhere.jsonl"),
         ({"data": {"train": ["CHATS"], "length": 64, "held_out": 500}}, "no chat to train on"),

@@ -94,7 +94,7 @@ def lay_out(pack: Pack, anchors: Tensor, masks: int, mask_token: int, width: int
     used = used[:, :, None].expand(-1, -1, masks).reshape(rows, -1)
     masked = Streams(
         tokens=torch.full_like(place, mask_token),
-        positions=torch.where(used, positions.gather(1, reach) + place - reach, 0),
+        positions=torch.where(used, positions.gather(1, reach) + place - reach, 0).clamp(max=length - 1),
         labels=torch.where(used & _same_turn(labels, reach, place), _take(labels, place), IGNORED),
         sight=Sight(torch.where(used, pack.documents.gather(1, reach), PADDING), group, place, reach),
     )

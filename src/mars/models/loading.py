@@ -65,6 +65,11 @@ def load_checkpoint(
     return checkpoint
 
 
+def brings_adapter(name: str) -> bool:
+    """Is this a model that is put together from a base and an adapter?"""
+    return name == builtin.NAME or (Path(_expand(name)) / ADAPTER_FILE).is_file()
+
+
 def _expand(name: str | Path) -> str:
     """Spell out a leading ``~``; anything else, a hub id above all, stays as it is."""
     return str(Path(name).expanduser()) if str(name).startswith("~") else str(name)

@@ -14,6 +14,7 @@ from mars.errors import MarsError
 from mars.method.dials import Dial
 
 KEY = "mars"
+SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 NEW_TOKEN = "<|mask|>"
 SPARE_NAME = re.compile(r"mask|reserved|unused|extra|dummy|placeholder|empty", re.IGNORECASE)
 
@@ -46,6 +47,8 @@ class Settings:
 
     def write(self, config: GenerationConfig) -> None:
         setattr(config, KEY, asdict(self))
+        for name in SAMPLING_FLAGS if not config.do_sample else ():  # idle flags: transformers refuses to save them
+            setattr(config, name, None)
         config._from_model_config = False  # else transformers rebuilds it from config.json and drops the settings
 
 

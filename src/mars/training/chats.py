@@ -6,6 +6,7 @@ as it is and once with a probe word in place of an answer; what stands before an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -21,8 +22,8 @@ Chat = list[dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    tokens: list[int]
-    assistant: list[bool]
+    tokens: Sequence[int]
+    assistant: Sequence[bool | int]
     """True on tokens the assistant must write: its words and the token that ends its turn"""
 
 

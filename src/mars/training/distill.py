@@ -21,10 +21,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mars.errors import MarsError
 from mars.models import Checkpoint
+from mars.training.chats import Chat
 from mars.training.rows import read_rows, to_prompt
 from mars.training.writer import Job, Writer, Written
 
-Messages = list[dict[str, str]]
 REPORT_SECONDS = 20
 """Between two lines of progress where there is no terminal to draw a bar on"""
 
@@ -55,21 +55,30 @@ class Distillation:
     seed: int = 0
     filters: Filters = field(default_factory=Filters)
 
+    def __post_init__(self) -> None:
+        least = {"rows": 1, "max_new_tokens": 1, "own_prompts": 0}
+        wrong = [f"{name} must be {low} or more" for name, low in least.items() if getattr(self, name) < low]
+        if wrong or not self.temperatures or min(self.temperatures) < 0:
+            raise MarsError((*wrong, "temperatures must be numbers of 0 or more")[0])
+
 
 def distill(checkpoint: Checkpoint, sources: Sequence[str], out: Path, plan: Distillation) -> Counter[str]:
     """Answer the prompts of all sources and the model's own; returns what became of them."""
     if not sources and not plan.own_prompts:
         raise MarsError("there is nothing to answer: give --prompts, or --own-prompts for the model's own")
+    if out.is_dir():
+        raise MarsError(f"{out} is a folder: name a file to write")
     out.parent.mkdir(parents=True, exist_ok=True)
     counts: Counter[str] = Counter()
-    length = plan.filters.max_prompt_tokens + plan.max_new_tokens
-    writer = Writer(checkpoint, plan.rows, length, plan.seed)
+    length = min(plan.filters.max_prompt_tokens + plan.max_new_tokens, checkpoint.context or sys.maxsize)
+    done = len(_read(out)) + len(_read(_prompts_of(out)))  # a continued run must not draw what it drew before
+    writer = Writer(checkpoint, plan.rows, length, plan.seed + done)
     prompts = [*_given(sources, counts), *_own(checkpoint, writer, out, plan, counts)]
     _answer(checkpoint, writer, list(_unique(prompts, counts)), out, plan, counts)
     return counts
 
 
-def _given(sources: Sequence[str], counts: Counter[str]) -> Iterator[Messages]:
+def _given(sources: Sequence[str], counts: Counter[str]) -> Iterator[Chat]:
     def on_bad_row(message: str) -> None:
         counts["unreadable prompts"] += 1
         Console(stderr=True).print(f"skipped {message}", style="yellow", markup=False, soft_wrap=True)
@@ -79,9 +88,9 @@ def _given(sources: Sequence[str], counts: Counter[str]) -> Iterator[Messages]:
             yield row.messages
 
 
-def _own(checkpoint: Checkpoint, writer: Writer, out: Path, plan: Distillation, counts: Counter[str]) -> list[Messages]:
+def _own(checkpoint: Checkpoint, writer: Writer, out: Path, plan: Distillation, counts: Counter[str]) -> list[Chat]:
     """Prompts that the model writes from the bare header of a user's turn."""
-    path = out.with_suffix(".prompts.jsonl")
+    path = _prompts_of(out)
     kept = [row["messages"] for row in _read(path)]
     missing = plan.own_prompts - len(kept)
     if missing <= 0:
@@ -103,7 +112,7 @@ def _own(checkpoint: Checkpoint, writer: Writer, out: Path, plan: Distillation, 
 def _answer(
     checkpoint: Checkpoint,
     writer: Writer,
-    prompts: Sequence[Messages],
+    prompts: Sequence[Chat],
     out: Path,
     plan: Distillation,
     counts: Counter[str],
@@ -113,8 +122,13 @@ def _answer(
 
     def jobs() -> Iterator[Job]:
         for messages in prompts:
-            tokens = checkpoint.encode(messages)
-            if len(tokens) > plan.filters.max_prompt_tokens:
+            try:
+                tokens = checkpoint.encode(messages)
+            except MarsError as error:
+                counts["prompts refused"] += 1
+                Console(stderr=True).print(f"skipped a prompt: {error}", style="yellow", markup=False, soft_wrap=True)
+                continue
+            if len(tokens) >= min(writer.length, plan.filters.max_prompt_tokens + 1):
                 counts["prompts too long"] += 1
                 continue
             for number, temperature in enumerate(plan.temperatures):
@@ -171,6 +185,11 @@ def _write(
                 bar.console.print(f"{title} {done}/{total}: {note}")
 
 
+def _prompts_of(out: Path) -> Path:
+    """Where the model's own prompts are kept."""
+    return out.with_suffix(".prompts.jsonl")
+
+
 def _read(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a file; what a kill left of the last one is removed."""
     if not path.exists():
@@ -182,7 +201,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def _unique(prompts: Iterable[Messages], counts: Counter[str]) -> Iterator[Messages]:
+def _unique(prompts: Iterable[Chat], counts: Counter[str]) -> Iterator[Chat]:
     seen: set[str] = set()
     for messages in prompts:
         digest = _digest(messages)
@@ -192,7 +211,7 @@ def _unique(prompts: Iterable[Messages], counts: Counter[str]) -> Iterator[Messa
         seen.add(digest)
 
 
-def _digest(messages: Messages) -> str:
+def _digest(messages: Chat) -> str:
     """The same for prompts that differ in case and spacing alone."""
     plain = [f"{each['role']}: {' '.join(each['content'].lower().split())}" for each in messages]
     return hashlib.sha256("\n".join(plain).encode()).hexdigest()[:16]

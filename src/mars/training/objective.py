@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ Teacher = tuple["Head", Tensor, Tensor]
 """An output layer, hidden states, and which of them to ask"""
 
 
-def batch_tensors(streams: Streams, length: int, decay: float = 1.0, chunk: int = CHUNK) -> Batch:
+def batch_tensors(streams: Streams, length: int, decay: float = 1.0) -> Batch:
     """Both streams as flat tensors, with the places that are asked something; made on the CPU, ahead of the forward.
 
     Every row counts the same, whatever else is in the batch, so it does not matter how rows are spread over devices
@@ -50,7 +50,10 @@ def batch_tensors(streams: Streams, length: int, decay: float = 1.0, chunk: int 
         share = torch.zeros_like(shares)
         share[:, span] = shares[:, span] / shares[:, span].sum(1, keepdim=True).clamp(min=1e-9) / rows
         index = share.flatten().nonzero()[:, 0]
-        index = torch.cat([index, index.new_zeros(-len(index) % chunk)])
+        padding = -len(index) % CHUNK or (
+            0 if len(index) or length == width else CHUNK
+        )  # a stream is asked, if in vain
+        index = torch.cat([index, index.new_zeros(padding)])
         weights = share.flatten()[index]
         weights[(share > 0).sum() :] = 0
         tensors |= {f"{name}_at": index, f"{name}_weights": weights}
@@ -63,9 +66,13 @@ def batch_tensors(streams: Streams, length: int, decay: float = 1.0, chunk: int 
 class Head:
     """The output layer of a model: hidden states to logits, as the model's own forward does it."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, bare: bool = False) -> None:
+        """``bare``: without what an adapter has put around the layer."""
         config = model.config.get_text_config(decoder=True)
         self._layer = model.get_output_embeddings()
+        if bare:
+            self._layer = getattr(self._layer, "original_module", self._layer)
+            self._layer = getattr(self._layer, "base_layer", self._layer)
         self._cap: float | None = getattr(config, "final_logit_softcapping", None)
         self._scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
         self._weight: Tensor | None = None
@@ -90,6 +97,7 @@ class Objective:
     compiled: bool = False
     windows: tuple[int | None, ...] = (None,)
     """Sliding windows among the model's layers; None: a layer without one"""
+    _answer: Callable[..., Tensor] = field(init=False)
 
     @contextmanager
     def installed(self, model: PreTrainedModel) -> Iterator[None]:
@@ -121,12 +129,13 @@ class Objective:
     def predict(self, model: PreTrainedModel, batch: Batch) -> dict[str, Tensor]:
         """What the model would write at every place that is asked, never the mask, and what the right token costs."""
         hidden, head = self.hidden(model, batch), Head(model)
-        out: dict[str, list[Tensor]] = {"clean": [], "masks": [], "clean_loss": [], "masks_loss": []}
+        out: dict[str, list[Tensor]] = {"clean": [], "masks": [], "clean_loss": []}
         for stream in ("clean", "masks"):
             asked = (batch[f"{stream}_{name}"].split(CHUNK) for name in ("at", "labels"))
             for at, labels in zip(*asked, strict=True):
                 logits = head(hidden[at])
-                out[f"{stream}_loss"].append(cross_entropy(logits, labels, reduction="none"))
+                if stream == "clean":
+                    out["clean_loss"].append(cross_entropy(logits, labels, reduction="none"))
                 logits[:, batch["mask_token"]] = -torch.inf
                 out[stream].append(logits.argmax(-1))
         return {name: torch.cat(parts) if parts else hidden.new_zeros(0) for name, parts in out.items()}
@@ -150,7 +159,7 @@ class Objective:
         clean = {name: batch[name][:, :length] for name in ("input_ids", "position_ids", *Sight._fields)}
         at = batch["clean_at"]
         with torch.no_grad(), self.base() as model:
-            return Head(model), self.hidden(model, clean), at // width * length + at % width
+            return Head(model, bare=True), self.hidden(model, clean), at // width * length + at % width
 
     def _ask(
         self, stream: str, names: tuple[str, str], head: Head, hidden: Tensor, batch: Batch, teacher: Teacher | None
@@ -186,6 +195,7 @@ def examine(model: PreTrainedModel) -> tuple[int | None, ...]:
     wrong without a word.
     """
     model.set_attn_implementation(NAME)
+    model.eval()
     here = torch.arange(8, device=model.device)[None]
     masks = _Recorder(Sight(torch.zeros_like(here), torch.zeros_like(here), here, here))
     inputs = {"input_ids": here, "position_ids": here, "use_cache": False, "stream_masks": masks}

@@ -31,7 +31,7 @@ def pack(documents: Sequence[Document], length: int, pad_token: int, *, together
             span = slice(start, start := start + len(document.tokens))
             tokens[row, span] = torch.tensor(document.tokens, dtype=torch.int32)
             numbers[row, span] = number
-            assistant[row, span] = torch.tensor(document.assistant)
+            assistant[row, span] = torch.tensor(document.assistant, dtype=torch.bool)
     return Pack(tokens, numbers, assistant)
 
 

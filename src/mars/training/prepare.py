@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from mars.training.recipe import Data, Recipe
 from mars.training.rows import Row, read_rows
 
 REPORTED = 5
-"""Bad rows shown one by one; the rest is counted"""
+"""Bad rows shown on the way; all of them are in ``data/bad_rows.txt``"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,9 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     paths = folder / "train.safetensors", folder / "held_out.safetensors"
     if not all(path.exists() for path in paths):
         folder.mkdir(parents=True, exist_ok=True)
-        rest, kept, report = _split(recipe, tokenizer)
+        bad_rows: list[str] = []
+        rest, kept, report = _split(recipe, tokenizer, bad_rows)
+        (folder / "bad_rows.txt").write_text("\n".join(bad_rows))
         (folder / "report.txt").write_text(report)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
         for some, path in zip((rest, kept), paths, strict=True):
@@ -47,27 +50,38 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     return Prepared(train, held_out, (folder / "report.txt").read_text())
 
 
-def _split(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Document], list[Document], str]:
-    """Chats to train on, chats to measure with, and a report."""
+def _split(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, bad_rows: list[str]
+) -> tuple[list[Document], list[Document], str]:
+    """Chats to train on, chats to measure with, and a report. Chats that begin alike stay together."""
     data = recipe.data
-    documents, report = _documents(data, data.train, tokenizer)
+    documents, report = _documents(data, data.train, tokenizer, bad_rows)
     random.Random(recipe.seed).shuffle(documents)
     if isinstance(data.held_out, list):
-        kept, of_kept = _documents(data, data.held_out, tokenizer)
+        kept, of_kept = _documents(data, data.held_out, tokenizer, bad_rows)
         report += f"; held out: {of_kept}"
     else:
-        kept, documents = documents[: data.held_out], documents[data.held_out :]
+        chosen = {_prompt(each) for each in documents[: data.held_out]}
+        kept = [each for each in documents if _prompt(each) in chosen]
+        documents = [each for each in documents if _prompt(each) not in chosen]
         report += f"; {len(kept)} are held out"
     if not documents:
         raise MarsError(f"there is no chat to train on: {report}")
     return documents, kept, report
 
 
-def _documents(data: Data, sources: list[str], tokenizer: PreTrainedTokenizerBase) -> tuple[list[Document], str]:
+def _prompt(document: Document) -> tuple[int, ...]:
+    """What comes before the first answer."""
+    return tuple(document.tokens[: list(document.assistant).index(True)])
+
+
+def _documents(
+    data: Data, sources: list[str], tokenizer: PreTrainedTokenizerBase, bad_rows: list[str]
+) -> tuple[list[Document], str]:
     """Every usable chat, and what became of the others in a sentence."""
     counts: Counter[str] = Counter()
     documents = []
-    for document in _encoded(sources, tokenizer, _on_bad_row(data, counts)):
+    for document in _encoded(sources, tokenizer, _on_bad_row(data, counts, bad_rows)):
         too_long = len(document.tokens) > data.length
         counts["too long"] += too_long
         kept = Document(document.tokens[: data.length], document.assistant[: data.length])
@@ -105,16 +119,18 @@ class _Encode:
     @classmethod
     def encode(cls, row: Row) -> Document | str:
         try:
-            return encode_chat(cls.tokenizer, row.messages, ended=row.ended)
+            document = encode_chat(cls.tokenizer, row.messages, ended=row.ended)
+            return Document(array("i", document.tokens), array("b", document.assistant))  # lists take ten times as much
         except MarsError as error:
             return f"{row.where}: {error}"
 
 
-def _on_bad_row(data: Data, counts: Counter[str]) -> Callable[[str], None]:
+def _on_bad_row(data: Data, counts: Counter[str], bad_rows: list[str]) -> Callable[[str], None]:
     def report(message: str) -> None:
         if data.bad_rows == "stop":
             raise MarsError(message)
         counts["bad"] += 1
+        bad_rows.append(message)
         if counts["bad"] <= REPORTED:
             Console(stderr=True).print(f"skipped {message}", style="yellow", markup=False, soft_wrap=True)
 

@@ -20,7 +20,7 @@ SHOWN = ("loss", "clean_loss", "labels_loss", "distill_loss", "base_loss")
 class Progress(TrainerCallback):
     """The time left is judged by the last steps' speed: neither compilation nor a resumed start confuses it."""
 
-    def __init__(self, tokens_per_step: int) -> None:
+    def __init__(self, tokens_per_step: float) -> None:
         self._tokens_per_step = tokens_per_step
         self._bar: Bar | None = None
         self._steps = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -23,8 +24,23 @@ CARD = """---
 
 # {name}
 
-{base} trained with [MARS](https://arxiv.org/abs/2604.07023): mask tokens behind the text predict the tokens after the
-next one, so a forward pass can write several. The architecture is unchanged. Without masks it is an ordinary
+{about}
+## Measured
+
+On chats held out from the training data, after training; tokens per forward is what `exact` would reach on their
+answers, worked out from the masks' guesses.
+
+{metrics}
+
+## Recipe
+
+```yaml
+{recipe}```
+
+mars-llm {version}, torch {torch}, transformers {transformers}.
+"""
+ABOUT = """{base} trained with [MARS](https://arxiv.org/abs/2604.07023): mask tokens behind the text predict the tokens
+after the next one, so a forward pass can write several. The architecture is unchanged. Without masks it is an ordinary
 autoregressive model that every engine loads as it is.
 
 ```python
@@ -41,30 +57,20 @@ model.generate(**inputs, custom_generate="{name}", trust_remote_code=True, dial=
 ```
 
 Block size {block_size}, mask token {mask_token_id}, default dial `{dial}`: under `mars` in `generation_config.json`.
-
-## Measured
-
-On chats held out from the training data, after training; tokens per forward is what `exact` would reach on their
-answers, worked out from the masks' guesses.
-
-{metrics}
-
-## Recipe
-
-```yaml
-{recipe}```
-
-mars-llm {version}, torch {torch}, transformers {transformers}.
 """
+ABOUT_AR = "{base}, fine-tuned as an ordinary autoregressive model.\n"
 
 
-def publish(recipe: Recipe, settings: Settings, finished: Path, folder: Path, metrics: Mapping[str, float]) -> None:
+def publish(
+    recipe: Recipe, settings: Settings | None, finished: Path, folder: Path, metrics: Mapping[str, float]
+) -> None:
     """Write the checkpoint into ``folder`` (and the adapter beside it); each appears once it is complete."""
     text = card(recipe, settings, metrics)
 
     def add_files(unfinished: Path) -> None:
         (unfinished / "README.md").write_text(text)
-        ship(unfinished)
+        if settings is not None:
+            ship(unfinished)
 
     if (finished / ADAPTER_FILE).exists():
         adapter = _publish_adapter(finished, folder.with_name("adapter"), text)
@@ -78,28 +84,35 @@ def _publish_adapter(finished: Path, folder: Path, text: str) -> Path:
     """The adapter alone, in half precision: small enough to send around."""
     if not folder.exists():
         unfinished = folder.with_name("adapter.tmp")
-        shutil.copytree(finished, unfinished, dirs_exist_ok=True)
+        ours = shutil.ignore_patterns("training_args.bin", "metrics.json")
+        shutil.copytree(finished, unfinished, ignore=ours, dirs_exist_ok=True)
         weights = unfinished / "adapter_model.safetensors"
-        halved = {name: tensor.half() for name, tensor in load_file(weights).items()}
+        halved = {
+            name: tensor.half() if "lora_" in name or "trainable_tokens" in name else tensor
+            for name, tensor in load_file(weights).items()
+        }
         save_file(halved, weights, metadata={"format": "pt"})
         (unfinished / "README.md").write_text(text)
         unfinished.rename(folder)
     return folder
 
 
-def card(recipe: Recipe, settings: Settings, metrics: Mapping[str, float]) -> str:
+def card(recipe: Recipe, settings: Settings | None, metrics: Mapping[str, float]) -> str:
     """A model card that says what was trained, how, and what was measured."""
-    front = {"library_name": "transformers", "base_model": recipe.model, "tags": ["mars", "multi-token-prediction"]}
-    rows = [f"| {name.removeprefix('eval_').replace('_', ' ')} | {value:.3f} |" for name, value in metrics.items()]
+    base = Path(recipe.model).name if Path(recipe.model).exists() else recipe.model
+    name = recipe.output.resolve().name
+    about = ABOUT_AR.format(base=base)
+    if settings is not None:
+        about = ABOUT.format(base=base, name=name, **asdict(settings))
+    front = {"library_name": "transformers", "base_model": base, "tags": ["mars", "multi-token-prediction"]}
+    rows = [f"| {key.removeprefix('eval_').replace('_', ' ')} | {value:.3f} |" for key, value in metrics.items()]
+    shown = recipe.model_dump(mode="json", exclude_defaults=True) | {"model": base, "output": name}
     return CARD.format(
         front=yaml.safe_dump(front, sort_keys=False),
-        name=recipe.output.name,
-        base=recipe.model,
-        dial=settings.dial,
-        block_size=settings.block_size,
-        mask_token_id=settings.mask_token_id,
+        name=name,
+        about=about,
         metrics="\n".join(["| measure | value |", "|---|---|", *rows]),
-        recipe=yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True), sort_keys=False),
+        recipe=yaml.safe_dump(shown, sort_keys=False),
         version=mars.__version__,
         torch=torch.__version__,
         transformers=transformers.__version__,

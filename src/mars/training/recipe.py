@@ -25,7 +25,7 @@ def _a_dial(text: str) -> str:
 class Data(Section):
     train: list[str] = Field(min_length=1)
     """Files, folders or hub names; see `mars.training.rows`"""
-    held_out: int | list[str] = 64
+    held_out: Annotated[int, Field(ge=0)] | list[str] = 64
     """For evaluation: how many chats are kept back, or sources of their own"""
     length: int = Field(default=1024, ge=8)
     """Tokens of a row"""
@@ -84,7 +84,7 @@ class Recipe(Section):
     """The dial that the finished checkpoint decodes with"""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Of the finished checkpoint's weights"""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**31)
     compile: bool = False
     """Compile the layers (worth it on a GPU for runs of more than a minute)"""
     trainer: dict[str, Any] = {}
@@ -92,8 +92,12 @@ class Recipe(Section):
 
     @property
     def block_size(self) -> int:
-        """The largest block that the recipe trains for."""
-        return max(max(stage.streams.block_sizes) for stage in self.stages)
+        """The largest block that the recipe trains for; without a MARS stage, the one it is measured with."""
+        return max((max(each.streams.block_sizes) for each in self.stages if each.stage == "mars"), default=4)
+
+    @property
+    def trains_masks(self) -> bool:
+        return any(stage.stage == "mars" for stage in self.stages)
 
 
 def read_recipe(path: Path) -> Recipe:

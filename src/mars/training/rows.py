@@ -104,6 +104,8 @@ def _text(content: Any) -> str:
     texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     if not all(isinstance(text, str) for text in texts):
         raise MarsError("the content of a message must be text and nothing else")
+    if any("\ud800" <= letter <= "\udfff" for text in texts for letter in text):
+        raise MarsError("the content of a message has half a character in it, which cannot be encoded")
     return "".join(texts)
 
 

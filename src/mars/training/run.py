@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -20,9 +21,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from mars.errors import MarsError
 from mars.models import Settings, load_checkpoint
 from mars.models.layout import store_by_rows
+from mars.models.loading import brings_adapter
 from mars.models.settings import choose_mask_token
 from mars.training.batches import Collator
-from mars.training.objective import Objective
+from mars.training.objective import Objective, examine
 from mars.training.prepare import Prepared, prepare
 from mars.training.publish import publish
 from mars.training.recipe import Recipe, Stage
@@ -30,6 +32,8 @@ from mars.training.trainer import MarsTrainer, arguments, last_checkpoint, rows_
 
 FINISHED = "finished"
 RANK = 32
+PATIENCE = timedelta(days=1)
+"""How long processes wait for the one that reads the data or publishes"""
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,15 @@ class Pupil:
     """What is trained: the language model, or peft's wrapper around it"""
     language_model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    settings: Settings
+    mask_token: int
+    settings: Settings | None
+    """Of the finished checkpoint; None where no mask is trained"""
 
 
 def train(recipe: Recipe) -> Path:
     """Train what the recipe says and return the folder of the finished checkpoint, ``output/model``."""
-    state, model_folder = PartialState(cpu=not torch.cuda.is_available()), recipe.output / "model"
+    state = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
+    model_folder = recipe.output / "model"
     if model_folder.exists():
         raise MarsError(f"{model_folder} is finished already: remove {recipe.output} or choose another output")
     with state.main_process_first():
@@ -54,9 +61,11 @@ def train(recipe: Recipe) -> Path:
         data = prepare(recipe, pupil.tokenizer)
     if state.is_main_process:
         print(data.report, file=sys.stderr)
+    before = None
     for number, stage in enumerate(recipe.stages, 1):
         folder = recipe.output / f"{number}-{stage.stage}"
-        metrics = _run_stage(recipe, stage, folder, pupil, data)
+        metrics = _run_stage(recipe, stage, folder, pupil if before is None else load_pupil(recipe), before, data)
+        before = folder / FINISHED
     if state.is_main_process:
         publish(recipe, pupil.settings, folder / FINISHED, model_folder, metrics)
         print(f"The finished checkpoint is in {model_folder}")
@@ -67,23 +76,31 @@ def train(recipe: Recipe) -> Path:
 def _claim(recipe: Recipe, *, write: bool) -> None:
     """Note the recipe in its output folder; another recipe must not go on with this one's checkpoints."""
     path = recipe.output / "recipe.json"
-    if path.exists() and json.loads(path.read_text()) != recipe.model_dump(mode="json"):
-        raise MarsError(f"{recipe.output} belongs to another recipe ({path}): choose another output or remove it")
-    if write:
+    if path.exists():
+        if json.loads(path.read_text()) != recipe.model_dump(mode="json"):
+            raise MarsError(f"{recipe.output} belongs to another recipe ({path}): choose another output or remove it")
+    elif write:
         recipe.output.mkdir(parents=True, exist_ok=True)
-        path.write_text(recipe.model_dump_json(indent=2))
+        path.with_suffix(".tmp").write_text(recipe.model_dump_json(indent=2))
+        path.with_suffix(".tmp").rename(path)
 
 
 def load_pupil(recipe: Recipe) -> Pupil:
     """The model to train, with a mask token; all weights in float32, or frozen ones behind an adapter in bfloat16."""
+    if recipe.lora is not None and brings_adapter(recipe.model):
+        raise MarsError(f"{recipe.model} brings an adapter: train a new one on its base or on a merged checkpoint")
     dtype = torch.bfloat16 if recipe.lora is not None and torch.cuda.is_available() else torch.float32
     loaded = load_checkpoint(recipe.model, device="cpu", dtype=dtype)
+    if loaded.context is not None and recipe.data.length > loaded.context:
+        raise MarsError(f"data.length is {recipe.data.length}, but {recipe.model} holds {loaded.context} tokens")
     model, tokenizer = loaded.module, loaded.tokenizer
     store_by_rows(model)
     mask = choose_mask_token(model, tokenizer) if loaded.settings is None else loaded.settings.mask_token_id
-    settings = Settings(mask, recipe.block_size, recipe.dial)
-    settings.write(model.generation_config)
-    return Pupil(_trainable(recipe, model, mask), model, tokenizer, settings)
+    settings = loaded.settings
+    if recipe.trains_masks:
+        settings = Settings(mask, recipe.block_size, recipe.dial)
+        settings.write(model.generation_config)
+    return Pupil(_trainable(recipe, model, mask), model, tokenizer, mask, settings)
 
 
 def _trainable(recipe: Recipe, model: PreTrainedModel, mask: int) -> nn.Module:
@@ -110,16 +127,17 @@ def _trainable(recipe: Recipe, model: PreTrainedModel, mask: int) -> nn.Module:
     return adapted
 
 
-def _run_stage(recipe: Recipe, stage: Stage, folder: Path, pupil: Pupil, data: Prepared) -> dict[str, float]:
-    """Train a stage, or take it as it was finished before; returns what was measured at its end."""
+def _run_stage(
+    recipe: Recipe, stage: Stage, folder: Path, pupil: Pupil, before: Path | None, data: Prepared
+) -> dict[str, float]:
+    """Train a stage, from where the one ``before`` ended; returns what was measured at its end."""
     state, finished = PartialState(), folder / FINISHED
     if finished.exists():
-        _restore(pupil.module, finished)
         return json.loads((finished / "metrics.json").read_text())
     with state.main_process_first():
         resume = last_checkpoint(folder, clean=state.is_main_process)
     unfinished = folder / f"{FINISHED}.tmp"
-    with stage_trainer(recipe, stage, folder, pupil, data) as trainer:
+    with stage_trainer(recipe, stage, folder, pupil, data, before) as trainer:
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
         metrics = trainer.evaluate()
         trainer.save_model(str(unfinished))
@@ -135,26 +153,36 @@ def _run_stage(recipe: Recipe, stage: Stage, folder: Path, pupil: Pupil, data: P
 
 
 @contextmanager
-def stage_trainer(recipe: Recipe, stage: Stage, folder: Path, pupil: Pupil, data: Prepared) -> Iterator[MarsTrainer]:
+def stage_trainer(
+    recipe: Recipe, stage: Stage, folder: Path, pupil: Pupil, data: Prepared, before: Path | None = None
+) -> Iterator[MarsTrainer]:
     """The trainer of a stage; while it is lent, the model computes the stage's loss."""
     args = arguments(recipe, stage, folder, len(data.train.tokens))
+    objective = _objective(recipe, stage, pupil, args.device)
+    if before is not None:
+        _restore(pupil.module, before)
     collator = Collator(
         pack=data.train,
         streams=stage.streams if stage.stage == "mars" else None,
-        mask_token=pupil.settings.mask_token_id,
+        mask_token=pupil.mask_token,
         decay=stage.loss.decay,
         seed=recipe.seed,
         rows_per_step=rows_per_step(args),
     )
-    with _objective(recipe, stage, pupil, args.device).installed(pupil.language_model):
-        yield MarsTrainer(pupil.module, args, collator, data.held_out, recipe.block_size)
+    with objective.installed(pupil.language_model):
+        try:
+            trainer = MarsTrainer(pupil.module, args, collator, data.held_out, recipe.block_size)
+        except (ImportError, RuntimeError, ValueError) as error:
+            raise MarsError(f"the trainer options of the recipe are not usable: {error}") from error
+        yield trainer
 
 
 def _objective(recipe: Recipe, stage: Stage, pupil: Pupil, device: torch.device) -> Objective:
-    """The stage's loss. The base model it may be anchored to is the one without the adapter, or a copy."""
+    """The stage's loss. It may be anchored to the model before any training: the one without the adapter, or a copy."""
     copied = None
     if stage.loss.base and recipe.lora is None:
-        copied = copy.deepcopy(pupil.language_model).requires_grad_(False).eval().to(device)
+        copied = copy.deepcopy(pupil.language_model).requires_grad_(False).to(device)
+        examine(copied)
 
     @contextmanager
     def base() -> Iterator[PreTrainedModel]:

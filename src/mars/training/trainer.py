@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArgu
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from mars.errors import MarsError
-from mars.method.streams import Pack
+from mars.method.streams import PADDING, Pack
 from mars.training.batches import Collator
 from mars.training.evaluation import evaluate
 from mars.training.packing import Schedule
@@ -24,7 +24,6 @@ from mars.training.recipe import Recipe, Stage
 COMPLETE = "complete"
 """Written into a training checkpoint when everything else is there"""
 DEFAULTS: dict[str, Any] = {
-    "learning_rate": 2e-4,
     "lr_scheduler_type": "cosine",
     "warmup_steps": 0.03,
     "weight_decay": 0.0,
@@ -46,19 +45,40 @@ OURS = {
 
 def arguments(recipe: Recipe, stage: Stage, folder: Path, rows: int) -> TrainingArguments:
     """TrainingArguments of a stage: our defaults, the recipe's options, the stage's; epochs spelled out as steps."""
-    options = DEFAULTS | recipe.trainer | stage.trainer
-    fixed = [name for name in OURS if name in options and options[name] != OURS[name]]
-    if fixed:
-        raise MarsError(f"the trainer option {fixed[0]} cannot be set in a recipe")
+    defaults = DEFAULTS | {"learning_rate": 1e-4 if recipe.lora is None else 1e-3}
+    options = {name: _number(value) for name, value in (defaults | recipe.trainer | stage.trainer).items()}
+    _refuse(options)
     if torch.cuda.is_available():
         options = {"bf16": True, "dataloader_num_workers": 4, "dataloader_pin_memory": True} | options
     try:
         made = TrainingArguments(output_dir=str(folder), seed=recipe.seed, **OURS | options)
     except (TypeError, ValueError) as error:
         raise MarsError(f"the trainer options of the recipe are not usable: {error}") from None
+    if made.n_gpu > 1:
+        made._n_gpu = 1  # several GPUs are several processes; without a launcher, one GPU works
     if made.max_steps <= 0:
         made.max_steps = max(1, round(made.num_train_epochs * rows / rows_per_step(made)))
     return made
+
+
+def _number(value: Any) -> Any:
+    """YAML takes 1e-4 for a text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _refuse(options: dict[str, Any]) -> None:
+    """Raise for options that would do something else than they say."""
+    fixed = [name for name, value in OURS.items() if options.get(name, value) != value]
+    if fixed or options.get("load_best_model_at_end"):
+        raise MarsError(f"the trainer option {(*fixed, 'load_best_model_at_end')[0]} cannot be set in a recipe")
+    by_epoch = [name for name in ("eval_strategy", "save_strategy", "logging_strategy") if options.get(name) == "epoch"]
+    if by_epoch:
+        raise MarsError(f"{by_epoch[0]} cannot be epoch, since epochs are spelled out as steps: use steps")
+    if (options["save_total_limit"] or 2) < 2:
+        raise MarsError("save_total_limit must be 2 or more: while a checkpoint is written, the one before must stay")
 
 
 def rows_per_step(args: TrainingArguments) -> int:
@@ -75,7 +95,8 @@ class MarsTrainer(Trainer):
             model=model, args=args, train_dataset=schedule, eval_dataset=held_out.tokens, data_collator=collator
         )
         self.remove_callback(PrinterCallback)
-        self.add_callback(Progress(tokens_per_step=collator.pack.tokens.shape[1] * rows_per_step(args)))
+        tokens_per_row = float((collator.pack.documents != PADDING).sum(1).float().mean())
+        self.add_callback(Progress(tokens_per_row * rows_per_step(args)))
         self.model_accepts_loss_kwargs = False  # our loss is a mean over rows: accumulation steps are averaged
         self._collator = collator
         self._held_out = held_out
@@ -105,14 +126,13 @@ class MarsTrainer(Trainer):
         if not len(self._held_out.tokens):
             return {}
         self.model_wrapped.eval()
-        length, streams = self._held_out.tokens.shape[1], self._collator.streams
         found = evaluate(
             self._predict,
             self._held_out,
             block_size=self._block_size,
             mask_token=self._collator.mask_token,
             rows=self.args.per_device_eval_batch_size,
-            width=round(length * (streams.masked if streams else 0.5)),
+            width=self._held_out.tokens.shape[1] // 2,
         )
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.metrics().items()}
         self.log(dict(metrics))

@@ -54,8 +54,10 @@ class Writer:
     def __init__(self, checkpoint: Checkpoint, rows: int, length: int, seed: int = 0) -> None:
         self._checkpoint = checkpoint
         device = checkpoint.device
-        self._length = -(-length // BLOCK) * BLOCK
-        self._text = torch.zeros(rows, self._length, dtype=torch.long, device=device)
+        self.length = length
+        """Most tokens of a text, prompt and answer together"""
+        self._slots = -(-length // BLOCK) * BLOCK
+        self._text = torch.zeros(rows, self._slots, dtype=torch.long, device=device)
         self._cursor, self._prompt, self._limit = (torch.zeros(rows, dtype=torch.long, device=device) for _ in range(3))
         self._temperature = torch.zeros(rows, 1, device=device)
         self._done = torch.ones(rows, dtype=torch.bool, device=device)
@@ -93,9 +95,9 @@ class Writer:
             self._jobs[row] = job
         sizes = torch.tensor([len(job.prompt) for job in jobs])
         longest = int(sizes.max())
-        if longest >= self._length:
-            raise MarsError(f"a prompt of {longest} tokens leaves no room for an answer in {self._length}")
-        limits = (sizes + torch.tensor([job.max_new_tokens for job in jobs])).clamp(max=self._length)
+        if longest >= self.length:
+            raise MarsError(f"a prompt of {longest} tokens leaves no room for an answer in {self.length}")
+        limits = (sizes + torch.tensor([job.max_new_tokens for job in jobs])).clamp(max=self.length)
         at = torch.tensor(rows, device=device)
         padded = [job.prompt + [0] * (longest - len(job.prompt)) for job in jobs]
         self._text[at, :longest] = torch.tensor(padded, device=device)
@@ -131,7 +133,7 @@ class Writer:
         logits = self._checkpoint.module(
             input_ids=feed, position_ids=self._cursor[:, None], use_cache=False, logits_to_keep=1, writer=self
         ).logits[:, 0]
-        place = (self._cursor + 1).clamp(max=self._length - 1)
+        place = (self._cursor + 1).clamp(max=self.length - 1)
         prompted = place < self._prompt
         token = torch.where(prompted, self._text.gather(1, place[:, None])[:, 0], self._draw(logits.float()))
         token = torch.where(self._done, self._text.gather(1, place[:, None])[:, 0], token)
@@ -164,7 +166,7 @@ class Writer:
     ) -> Tensor:
         """Store the step's keys and values and attend to everything up to the cursor; heads sharing keys are folded."""
         if layer not in self._stores:
-            shape = (len(key), key.shape[1], self._length, key.shape[3])
+            shape = (len(key), key.shape[1], self._slots, key.shape[3])
             self._stores[layer] = key.new_zeros(shape), value.new_zeros((*shape[:3], value.shape[3]))
         keys, values = self._stores[layer]
         at = self._cursor[:, None, None, None]
@@ -184,13 +186,13 @@ class Writer:
             return inside if sliding is None else inside & (key > cursor[row] - sliding)
 
         if cursor.device.type != "cuda":
-            rows, here = torch.arange(len(cursor))[:, None], torch.arange(self._length)
+            rows, here = torch.arange(len(cursor))[:, None], torch.arange(self._slots)
             return visible(rows, rows, rows, here)[:, None, None]
-        blocks = self._length // BLOCK
+        blocks = self._slots // BLOCK
         order = torch.arange(blocks, device=cursor.device, dtype=torch.int32).expand(len(cursor), 1, 1, blocks)
         used = (cursor // BLOCK + 1).to(torch.int32)[:, None, None]
         return BlockMask.from_kv_blocks(
-            used, order.contiguous(), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(queries, self._length)
+            used, order.contiguous(), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(queries, self._slots)
         )
 
 
