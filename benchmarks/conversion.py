@@ -2,7 +2,7 @@
 
     python benchmarks/conversion.py --base smollm2-135m-base --model smollm2-135m --prompts spec_bench.jsonl.gz
 
-Prompts are JSON lines of a kind that `mars distill` takes; a row's ``category`` groups the results. Everything is greedy.
+Prompts are JSON lines of a kind that `mars distill` takes; ``category`` groups the results. Everything is greedy.
 """
 
 from __future__ import annotations
