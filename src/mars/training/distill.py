@@ -169,7 +169,7 @@ def _write(
     started = spoken = time.perf_counter()
     tokens = 0
     with (
-        path.open("a") as file,
+        path.open("a", encoding="utf-8") as file,
         Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar,
     ):
         task = bar.add_task(title, total=total, note="")

@@ -18,11 +18,12 @@ SHOWN = ("loss", "clean_loss", "labels_loss", "distill_loss", "base_loss")
 
 
 class Progress(TrainerCallback):
-    """The time left is judged by the last steps' speed: neither compilation nor a resumed start confuses it."""
+    """The time left is judged by the speed since the first steps, which compile, or load what a resumed run needs."""
 
     def __init__(self, tokens_per_step: float) -> None:
         self._tokens_per_step = tokens_per_step
         self._bar: Bar | None = None
+        self._losses = ""
         self._steps = 0
         self._mark = (0, 0.0)
         """Step and time from which the speed is measured"""
@@ -38,10 +39,10 @@ class Progress(TrainerCallback):
 
     def on_step_end(self, _args: Any, state: TrainerState, _control: Any, **_: Any) -> None:
         self._steps += 1
+        if self._bar:
+            self._bar.update(self._task, completed=state.global_step, note=f"{self._losses}  {self._speed(state)}")
         if self._steps == WARM_UP:
             self._mark = state.global_step, time.perf_counter()
-        if self._bar:
-            self._bar.advance(self._task, state.global_step - self._bar.tasks[0].completed)
 
     def on_log(
         self, _args: Any, state: TrainerState, _control: Any, logs: dict[str, float] | None = None, **_: Any
@@ -52,13 +53,10 @@ class Progress(TrainerCallback):
             measured = "  ".join(f"{name} {value:.3f}" for name, value in logs.items() if name != "epoch")
             self._bar.console.print(measured, soft_wrap=True)
             return
-        losses = "  ".join(f"{name} {logs[name]:.3f}" for name in SHOWN if name in logs)
-        self._bar.update(self._task, note=f"{losses}  {self._speed(state)}")
+        self._losses = "  ".join(f"{name} {logs[name]:.3f}" for name in SHOWN if name in logs)
         if self._bar.disable:
-            self._bar.console.print(
-                f"step {state.global_step}/{state.max_steps}  {losses}  {self._speed(state)}", soft_wrap=True
-            )
-        self._mark = state.global_step, time.perf_counter()
+            line = f"step {state.global_step}/{state.max_steps}  {self._losses}  {self._speed(state)}"
+            self._bar.console.print(line, soft_wrap=True)
 
     def _speed(self, state: TrainerState) -> str:
         steps = state.global_step - self._mark[0]
