@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import (
     AutoConfig,
@@ -18,7 +20,7 @@ from transformers import (
 )
 
 import mars
-from mars.models import Checkpoint, Settings
+from mars.models import Checkpoint, Settings, save_checkpoint
 
 VOCABULARY = 12
 MASK, END = VOCABULARY - 1, VOCABULARY - 2
@@ -85,3 +87,17 @@ def tiny_checkpoint(family: str, seed: int = 0, **changes: object) -> Checkpoint
 @pytest.fixture(scope="session")
 def smollm() -> mars.Model:
     return mars.load("smollm2-135m", device="cpu", dtype="float32")
+
+
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<end>{% endif %}{% endfor %}"
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random model that knows ten letters and was never trained."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    checkpoint = tiny_checkpoint("llama")
+    checkpoint.tokenizer.chat_template = CHAT_TEMPLATE
+    checkpoint.tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("<end>|."), "isolated")
+    save_checkpoint(replace(checkpoint, settings=None), folder)
+    return folder

@@ -92,16 +92,17 @@ def test_demo() -> None:
         (["hi", "--model", "/no/such/model"], "there is no folder /no/such/model"),
         (["hi", "--model", "nobody/nothing"], "no model 'nobody/nothing'"),
         (["hi", "--adapter", "/no/such/adapter"], "not an adapter folder"),
+        (["hi", "--dial", "exact"], "train it with `mars train`"),
         (["hi", "--window", "forest"], "unknown window"),
         (["hi", "--temperature", "-1"], "temperature"),
         (["hi", "--max-new-tokens", "0"], "max_new_tokens"),
         (["", "--json"], "the prompt is empty"),
-        (["word " * 9000], "shorten the prompt"),
+        (["a" * 300], "shorten the prompt"),
     ],
 )
-def test_bad_input_is_one_clear_line(arguments: list[str], says: str) -> None:
-    done = mars("generate", *arguments, HF_HUB_OFFLINE="1")
-    assert_one_line(done, says)
+def test_bad_input_is_one_clear_line(arguments: list[str], says: str, chat_model: Path) -> None:
+    model = () if "--model" in arguments else ("--model", str(chat_model))
+    assert_one_line(mars("generate", *arguments, *model, HF_HUB_OFFLINE="1"), says)
 
 
 @pytest.mark.parametrize(
@@ -115,12 +116,13 @@ def test_bad_input_is_one_clear_line(arguments: list[str], says: str) -> None:
     ],
 )
 def test_training_mistakes_are_one_clear_line(
-    arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], says: str, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     stage = "{stage: mars, loss: {cleen: 1}}"
     (tmp_path / "RECIPE").write_text(f"{{model: m, output: o, data: {{train: [d]}}, stages: [{stage}]}}")
-    assert_one_line(mars(*arguments), says)
+    model = ("--model", str(chat_model)) if arguments[0] == "distill" else ()
+    assert_one_line(mars(*arguments, *model), says)
 
 
 def test_a_damaged_cache_is_one_clear_line(tmp_path: Path) -> None:

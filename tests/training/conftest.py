@@ -1,32 +1,15 @@
-"""A tiny chat model and chats it can learn: letters that count up in steps."""
+"""Chats that a tiny model can learn: letters that count up in steps."""
 
 from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Regex, pre_tokenizers
 
-from mars.models.saving import save_checkpoint
 from mars.training.recipe import Recipe, parse_recipe
-from tests.conftest import tiny_checkpoint
-
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<end>{% endif %}{% endfor %}"
-
-
-@pytest.fixture(scope="session")
-def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a random model that knows ten letters and was never trained."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    checkpoint = tiny_checkpoint("llama")
-    checkpoint.tokenizer.chat_template = TEMPLATE
-    checkpoint.tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("<end>|."), "isolated")
-    save_checkpoint(replace(checkpoint, settings=None), folder)
-    return folder
 
 
 @pytest.fixture(scope="session")
