@@ -128,13 +128,15 @@ def chat(
 @app.command()
 def train(recipe: Annotated[Path, typer.Argument(help="A recipe in YAML; see docs/training.md.")]) -> None:
     """Train a model by a recipe; started again after a kill, it goes on where it stopped."""
+    from mars.training.recipe import read_recipe
+
+    what = read_recipe(recipe)  # a mistake is told before the slow imports
     from transformers.utils import logging
 
-    from mars.training.recipe import read_recipe
     from mars.training.run import train as run
 
     logging.disable_progress_bar()  # training shows its own
-    run(read_recipe(recipe))
+    run(what)
 
 
 @app.command()
