@@ -25,8 +25,6 @@ from mars.training.recipe import Loss
 
 CHUNK = 2048
 """Positions whose logits exist at once"""
-
-
 Batch = dict[str, Any]
 Teacher = tuple["Head", Tensor, Tensor]
 """An output layer, hidden states, and which of them to ask"""
@@ -50,12 +48,11 @@ def batch_tensors(streams: Streams, length: int, decay: float = 1.0) -> Batch:
         share = torch.zeros_like(shares)
         share[:, span] = shares[:, span] / shares[:, span].sum(1, keepdim=True).clamp(min=1e-9) / rows
         index = share.flatten().nonzero()[:, 0]
-        padding = -len(index) % CHUNK or (
-            0 if len(index) or length == width else CHUNK
-        )  # a stream is asked, if in vain
-        index = torch.cat([index, index.new_zeros(padding)])
+        count = len(index)
+        chunks = max(-(-count // CHUNK), share[:, span].numel() > 0)  # a stream that is there is asked, if in vain
+        index = torch.cat([index, index.new_zeros(chunks * CHUNK - count)])
         weights = share.flatten()[index]
-        weights[(share > 0).sum() :] = 0
+        weights[count:] = 0
         tensors |= {f"{name}_at": index, f"{name}_weights": weights}
         tensors[f"{name}_labels"] = streams.labels.flatten()[index].clamp(min=0)
     row = torch.arange(rows)[:, None] * width

@@ -65,6 +65,8 @@ class Writer:
         self._ends[list(checkpoint.end_tokens)] = True
         self._jobs: list[Job | None] = [None] * rows
         self._stores: dict[int, tuple[Tensor, Tensor]] = {}
+        self._masks: dict[int | None, Tensor | BlockMask] = {}
+        """One for all layers of a step, by sliding window"""
         self._graph: torch.cuda.CUDAGraph | None = None
         checkpoint.module.set_attn_implementation(NAME)
         torch.manual_seed(seed)
@@ -129,6 +131,7 @@ class Writer:
 
     def _advance(self) -> None:
         """One token for every row: the prompt's next one, else one drawn from the model."""
+        self._masks.clear()
         feed = self._text.gather(1, self._cursor[:, None])
         logits = self._checkpoint.module(
             input_ids=feed, position_ids=self._cursor[:, None], use_cache=False, logits_to_keep=1, writer=self
@@ -174,9 +177,9 @@ class Writer:
         values.scatter_(2, at.expand_as(value), value)
         rows, heads, _, size = query.shape
         folded = query.reshape(rows, key.shape[1], heads // key.shape[1], size)
-        return masked_attention(folded, keys, values, self._mask(sliding, folded.shape[2]), **options).reshape(
-            rows, 1, heads, -1
-        )
+        if sliding not in self._masks:
+            self._masks[sliding] = self._mask(sliding, folded.shape[2])
+        return masked_attention(folded, keys, values, self._masks[sliding], **options).reshape(rows, 1, heads, -1)
 
     def _mask(self, sliding: int | None, queries: int) -> Tensor | BlockMask:
         cursor = self._cursor
