@@ -3,6 +3,7 @@
     python benchmarks/conversion.py --base smollm2-135m-base --model smollm2-135m --prompts spec_bench.jsonl.gz
 
 Prompts are JSON lines of a kind that `mars distill` takes; ``category`` groups the results. Everything is greedy.
+``--texts`` names chats that nobody trained on: how likely base and model find the answers in them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import mars
 from mars.decoding.attention import own_attention
 from mars.decoding.request import Generation
 from mars.models import Checkpoint
-from mars.training.rows import to_prompt
+from mars.training.rows import read_rows, to_prompt
 
 DIALS = (
     "one-token",
@@ -75,6 +76,17 @@ def losses(checkpoint: Checkpoint, prompts: Sequence[list[int]], answers: Sequen
     return total, count
 
 
+def held_out(judges: Sequence[mars.Model], texts: str) -> list[float]:
+    """Each judge's loss per token on the first answers of the chats."""
+    chats = [row.messages for row in read_rows(texts, on_bad_row=print)]
+    openings = [to_prompt({"messages": chat}) for chat in chats]
+    checkpoint = judges[0].checkpoint
+    answers = [chat[len(opening)]["content"] for chat, opening in zip(chats, openings, strict=True)]
+    tokens = [checkpoint.tokenizer(text, add_special_tokens=False)["input_ids"] for text in answers]
+    sums = [losses(judge.checkpoint, [checkpoint.encode(each) for each in openings], tokens) for judge in judges]
+    return [total / count for total, count in sums]
+
+
 def drift(base: mars.Model, model: mars.Model, prompts: Sequence[Any], theirs: Any, ours: Any) -> dict[str, float]:
     """How the two models judge the base's greedy answers, and how the base judges both models' answers."""
     tokens = [base.checkpoint.encode(prompt) for prompt in prompts]
@@ -97,6 +109,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--adapter")
     parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--texts", help="chats whose answers base and model judge")
     parser.add_argument("--dials", nargs="+", default=list(DIALS), help='a dial, and a window behind it: "exact tree"')
     parser.add_argument("--block-size", type=int)
     parser.add_argument("--max-new-tokens", type=int, default=256)
@@ -128,6 +141,8 @@ def main() -> None:
         base = mars.load(options.base, dtype=options.dtype)
         theirs = decode(base, prompts, options.batch, dial="one-token", max_new_tokens=options.max_new_tokens)
         record["drift"] = drift(base, model, prompts, theirs, answers["one-token"])
+        if options.texts:
+            record["drift"]["base_on_texts"], record["drift"]["model_on_texts"] = held_out((base, model), options.texts)
         print("drift", record["drift"], flush=True)
     if options.out:
         options.out.write_text(json.dumps(record | {"provenance": collect()}, indent=2))

@@ -24,7 +24,7 @@ COLOURS = ("bright_cyan", "bright_yellow", "bright_green", "bright_magenta")
 DEMO_PROMPTS = (
     "Write a Python function that returns the n-th Fibonacci number.",
     "Tom has 3 boxes with 12 apples each. He eats 5 apples. How many apples are left?",
-    "Give me a shopping list for a pancake breakfast.",
+    "List the planets of the solar system in order from the sun.",
 )
 DEMO_DIALS = ("one-token", "exact", "threshold=0.9")
 DEMO_TOKENS = 64

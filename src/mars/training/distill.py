@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import sys
 import time
 from collections import Counter
@@ -73,8 +74,9 @@ def distill(checkpoint: Checkpoint, sources: Sequence[str], out: Path, plan: Dis
     length = min(plan.filters.max_prompt_tokens + plan.max_new_tokens, checkpoint.context or sys.maxsize)
     done = len(_read(out)) + len(_read(_prompts_of(out)))  # a continued run must not draw what it drew before
     writer = Writer(checkpoint, plan.rows, length, plan.seed + done)
-    prompts = [*_given(sources, counts), *_own(checkpoint, writer, out, plan, counts)]
-    _answer(checkpoint, writer, list(_unique(prompts, counts)), out, plan, counts)
+    prompts = list(_unique([*_given(sources, counts), *_own(checkpoint, writer, out, plan, counts)], counts))
+    random.Random(plan.seed).shuffle(prompts)  # a run that is stopped early leaves some of every kind
+    _answer(checkpoint, writer, prompts, out, plan, counts)
     return counts
 
 
