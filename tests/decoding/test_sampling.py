@@ -13,6 +13,7 @@ from mars.decoding.attention import own_attention
 from mars.decoding.decoder import Decoder
 from mars.decoding.request import Request
 from mars.method import dials
+from mars.method import sampling as sampling_module
 from mars.method.dials import Dial
 from mars.method.sampling import Sampling, SamplingBatch
 from mars.method.windows import Shape
@@ -40,7 +41,7 @@ def ar_probabilities(checkpoint: Checkpoint, sampling: Sampling) -> dict[tuple[i
         logits = model(torch.tensor([[*PROMPT, *text] for text in texts])).logits[:, len(PROMPT) - 1 : -1]
     written = torch.nn.functional.one_hot(torch.tensor(texts), VOCABULARY).cumsum(1)
     counts = torch.cat([torch.zeros_like(written[:, :1]), written[:, :-1]], 1)
-    policy = batch.policy(batch.adjust(logits, counts > 0, counts))
+    policy = batch.scores(batch.adjust(logits, counts > 0, counts)).softmax(2)
     chosen = policy.gather(2, torch.tensor(texts)[:, :, None])[:, :, 0]
     return dict(zip(texts, chosen.double().prod(1).tolist(), strict=True))
 
@@ -86,12 +87,29 @@ def test_exact_samples_the_ar_distribution(checkpoint: Checkpoint, sampling: dic
 
 
 def test_one_broken_rule_is_enough_to_fail(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as broken:
-        broken.setattr(dials, "residual", lambda policy, proposed: policy)
+    noise = sampling_module.gumbel
+    with monkeypatch.context() as broken:  # the same noise at every position
+        broken.setattr(sampling_module, "gumbel", lambda seeds, at, size: noise(seeds, torch.zeros_like(at), size))
         assert p_value(checkpoint, {"temperature": 1.0}) < 1e-9
-    with monkeypatch.context() as broken:
-        broken.setattr(dials, "passes_exactly", lambda policy, proposed, claims, numbers: claims >= 0)
+    with monkeypatch.context() as broken:  # whatever the masks say
+        broken.setattr(dials, "passes_relaxed", lambda beliefs, scores, claims, tolerance: claims >= 0)
         assert p_value(checkpoint, {"temperature": 1.0}) < 1e-9
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree=2", "tree"])
+@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 1.3, "top_p": 0.8, "presence_penalty": 0.5}])
+def test_with_one_seed_exact_draws_what_one_token_draws(sampling: dict, shape: str) -> None:
+    tiny = tiny_checkpoint("llama")
+    requests = [
+        [
+            Request([1, 2, 3, row], Dial(kind), Sampling(seed=row, **sampling), 60, (), 4, Shape.parse(shape))
+            for row in range(8)
+        ]
+        for kind in ("one-token", "exact")
+    ]
+    plain, exact = (Decoder(tiny, each).finish() for each in requests)
+    assert [each.token_ids for each in plain] == [each.token_ids for each in exact]
+    assert sum(each.forwards for each in exact) < sum(each.forwards for each in plain)
 
 
 def test_threshold_and_relaxed_are_allowed_to_differ(checkpoint: Checkpoint) -> None:

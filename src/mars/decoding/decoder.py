@@ -87,7 +87,6 @@ class Decoder:
         self._cache = Cache(len(requests), max(map(_slots, self.answers), default=0))
         self._set_sampling([each.sampling.seeded() for each in requests])
         self._seen, self._counts = self._count_prompts()
-        self._draft_policy: Tensor | None = None
         checkpoint.module.set_attn_implementation(NAME)
 
     @property
@@ -120,7 +119,6 @@ class Decoder:
 
     def _decide(self, batch: WindowBatch, logits: Tensor) -> Decision:
         device = self.checkpoint.device
-        most = batch.claims.shape[1]
         decision = decide(
             batch,
             logits,
@@ -128,11 +126,9 @@ class Decoder:
             self._sampling,
             positions=send([row.cursor + len(row.sure) - 1 for row in self._rows], device),
             settled=send([row.settled for row in self._rows], device),
-            claim_policy=None if self._draft_policy is None else self._draft_policy[:, :most],
             seen=self._seen,
             counts=self._counts,
         )
-        self._draft_policy = decision.draft_policy
         self._count(batch, decision)
         return decision
 
@@ -152,8 +148,6 @@ class Decoder:
         order = self._cache.keep(going)
         self._rows = [self._rows[index] for index in order]
         self._set_sampling([self._samplings[index] for index in order])
-        if self._draft_policy is not None:
-            self._draft_policy = self._draft_policy[order]
         if self._seen is not None and self._counts is not None:
             self._seen, self._counts = self._seen[order], self._counts[order]
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mars.errors import MarsError
-from mars.method.sampling import ACCEPT, DRAFT, DRAW, SamplingBatch, residual, uniform
+from mars.method.sampling import SamplingBatch
 from mars.method.tensors import send
 from mars.method.windows import WindowBatch
 
@@ -118,8 +118,6 @@ class Decision:
     """(rows,): how many guesses there are"""
     trusted: Tensor
     """(rows,): how many of them, from the left, are emitted unchecked"""
-    draft_policy: Tensor | None
-    """(rows, masks, vocabulary): what the guesses were drawn from; None where all rows are greedy"""
 
 
 def decide(
@@ -130,84 +128,46 @@ def decide(
     *,
     positions: Tensor,
     settled: Tensor,
-    claim_policy: Tensor | None = None,
     seen: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Decision:
     """Judge the claims of each row, draw the AR token behind them, and read the masks that follow it.
 
     ``logits`` are the last ``windows.tail`` ones, ``positions`` (rows,) those of the anchors, ``settled`` (rows,)
-    says which rows have emitted their claims already, ``claim_policy`` is the ``draft_policy`` of the forward that
-    made the claims, ``seen`` and ``counts`` (rows, vocabulary) are the tokens up to the anchor.
+    says which rows have emitted their claims already, ``seen`` and ``counts`` (rows, vocabulary) are the tokens up to
+    the anchor.
     """
     claims = windows.claims
+    steps = torch.arange(claims.shape[1] + 1, device=claims.device)
     history = _along_claims(claims, seen, counts)
-    trunk = sampling.adjust(windows.trunk_logits(logits), *history)
-    policy = sampling.policy(trunk)
-    if claim_policy is None:
-        claim_policy = torch.zeros_like(policy[:, :-1]).scatter_(2, claims[:, :, None], 1.0)
+    beliefs = sampling.adjust(windows.trunk_logits(logits), *history)
+    scores = sampling.scores(beliefs)
+    choices = sampling.draw(scores, positions[:, None] + 1 + steps)  # what the AR model writes, if the claims stay
 
-    agrees, passes = _judge(windows, trunk[:, :-1], policy[:, :-1], claim_policy, dials, sampling, positions)
+    real = steps[:-1] < windows.claim_count[:, None]
+    agrees = real & (claims == choices[:, :-1])
+    passes = agrees | (real & passes_relaxed(beliefs[:, :-1], scores[:, :-1], claims, dials.tolerance))
     accepted = torch.where(settled, windows.claim_count, leading(passes))
-    next_position = (positions + 1 + accepted)[:, None]
-    here = _after(accepted, policy, claim_policy, rejected=accepted < windows.claim_count)
-    token = sampling.draw(here[:, None], next_position, DRAW)[:, 0]
+    token = choices.gather(1, accepted[:, None])[:, 0]
 
-    mask_logits, draft_count = windows.mask_logits(logits, accepted)
-    mask_logits = sampling.adjust(mask_logits, *(_behind(tokens, accepted)[:, None] for tokens in history))
-    draft_policy = sampling.policy(mask_logits)
+    beliefs, draft_count = windows.mask_logits(logits, accepted)
+    beliefs = sampling.adjust(beliefs, *(_behind(tokens, accepted)[:, None] for tokens in history))
     ahead = torch.arange(windows.masks, device=claims.device)
-    drafts = sampling.draw(draft_policy, next_position + 1 + ahead, DRAFT)
-    believed = confidence(mask_logits, dials) >= dials.trust[:, None]
+    drafts = sampling.draw(sampling.scores(beliefs), (positions + accepted)[:, None] + 2 + ahead)
+    believed = confidence(beliefs, dials) >= dials.trust[:, None]
     trusted = leading(believed & (ahead < draft_count[:, None]))
-    return Decision(accepted, agrees, token, drafts, draft_count, trusted, None if sampling.greedy else draft_policy)
+    return Decision(accepted, agrees, token, drafts, draft_count, trusted)
 
 
-def _judge(
-    windows: WindowBatch,
-    logits: Tensor,
-    policy: Tensor,
-    claim_policy: Tensor,
-    dials: DialBatch,
-    sampling: SamplingBatch,
-    positions: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """For each claim (rows, claims): would the AR model have written it, and does it pass the row's dial?"""
-    claims = windows.claims
-    steps = torch.arange(claims.shape[1], device=claims.device)
-    real = steps < windows.claim_count[:, None]
-    numbers = uniform(sampling.seeds, positions[:, None] + 1 + steps, ACCEPT)
-    agrees = real & passes_exactly(policy, claim_policy, claims, numbers)
-    return agrees, agrees | (real & passes_relaxed(logits, policy, claims, dials.tolerance, sampling))
-
-
-def _after(accepted: Tensor, policy: Tensor, claim_policy: Tensor, rejected: Tensor) -> Tensor:
-    """What the token after the accepted claims is drawn from (rows, vocabulary); a rejected claim leaves a residual."""
-    here = _behind(policy, accepted)
-    if not claim_policy.shape[1]:
-        return here
-    proposed = _behind(claim_policy, accepted.clamp(max=claim_policy.shape[1] - 1))
-    return torch.where(rejected[:, None], residual(here, proposed), here)
-
-
-def passes_exactly(policy: Tensor, proposed: Tensor, claims: Tensor, numbers: Tensor) -> Tensor:
-    """Accept a claim drawn from ``proposed`` with probability min(1, p / q); greedy: if it is the AR choice."""
-    p, q = _at(policy, claims), _at(proposed, claims)
-    return numbers * q < p
-
-
-def passes_relaxed(
-    logits: Tensor, policy: Tensor, claims: Tensor, tolerance: Tensor, sampling: SamplingBatch
-) -> Tensor:
+def passes_relaxed(beliefs: Tensor, scores: Tensor, claims: Tensor, tolerance: Tensor) -> Tensor:
     """Accept a claim that the AR model believes at least δ times as much as its best token, δ < 1.
 
-    A claim that truncation removed from the policy never passes.
+    A claim that truncation took out of the draw never passes.
     """
     if not claims.shape[1]:
         return torch.zeros_like(claims, dtype=torch.bool)
-    ratio = (_at(logits, claims) - logits.amax(2)).exp()
-    allowed = sampling.is_greedy[:, None] | (_at(policy, claims) > 0)
-    return allowed & (ratio >= tolerance[:, None]) & (tolerance[:, None] < 1)
+    ratio = (_at(beliefs, claims) - beliefs.amax(2)).exp()
+    return (_at(scores, claims) > -torch.inf) & (ratio >= tolerance[:, None]) & (tolerance[:, None] < 1)
 
 
 def confidence(logits: Tensor, dials: DialBatch) -> Tensor:

@@ -1,10 +1,12 @@
 """From logits to a token: penalties, temperature, truncation, and a draw that needs no generator.
 
-Two distributions matter for a position. *Beliefs* are what the model says, after penalties and bias. The *policy* is
-what a token is drawn from: beliefs after temperature and truncation, or all mass on the best token when greedy.
+Two things matter for a position. *Beliefs* are what the model says: its logits after penalties and bias. *Scores* are
+what a token is drawn by: beliefs after temperature and truncation. A draw adds noise to the scores and takes the best
+(the Gumbel trick); greedy is a draw without noise.
 
-Randomness is a function of (seed, position, purpose), so a request draws the same numbers whatever else is in its
-batch and however many tokens a forward emits.
+The noise is a function of (seed, position, token) alone. So a request draws the same tokens whatever else is in its
+batch and however many of them a forward emits; and a guess, drawn for a position with the noise that the AR model will
+draw with there, is right as often as the two distributions allow.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from torch import Tensor
 from mars.errors import MarsError
 from mars.method.tensors import send
 
-ACCEPT, DRAW, DRAFT = range(3)
-"""Purposes of a random number at a position: judge a claim, draw the AR token, draw a mask's token."""
+GOLDEN = 0x9E3779B97F4A7C15
+"""The step between two states of SplitMix64"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,22 +113,22 @@ class SamplingBatch:
             logits = logits - self.frequency[:, None, None] * counts - self.presence[:, None, None] * (counts > 0)
         return logits
 
-    def policy(self, logits: Tensor) -> Tensor:
-        """Probabilities (rows, positions, vocabulary) that tokens are drawn from, given adjusted logits."""
-        best = torch.zeros_like(logits).scatter_(2, logits.argmax(2, keepdim=True), 1.0)
+    def scores(self, logits: Tensor) -> Tensor:
+        """What tokens are drawn by: adjusted logits after temperature and truncation (rows, positions, vocabulary)."""
         if self.greedy:
-            return best
-        probabilities = (logits / self.temperature[:, None, None]).softmax(2)
+            return logits
+        scores = logits / self.temperature[:, None, None]
         if self.truncates:
-            cut = truncate(probabilities, self.top_k, self.top_p, self.min_p)
-            probabilities = torch.where(self.is_truncating[:, None, None], cut, probabilities)
-        return torch.where(self.is_greedy[:, None, None], best, probabilities)
+            cut = truncate(scores, self.top_k, self.top_p, self.min_p)
+            scores = torch.where(self.is_truncating[:, None, None], cut, scores)
+        return scores
 
-    def draw(self, policy: Tensor, positions: Tensor, purpose: int) -> Tensor:
-        """Tokens (rows, positions) from a policy; ``positions`` (rows, positions) say where in the text they stand."""
+    def draw(self, scores: Tensor, positions: Tensor) -> Tensor:
+        """Tokens (rows, positions); ``positions`` (rows, positions) say where in the text they stand."""
         if self.greedy:
-            return policy.argmax(2)
-        return draw(policy, uniform(self.seeds, positions, purpose))
+            return scores.argmax(2)
+        noise = gumbel(self.seeds, positions, scores.shape[2])
+        return torch.where(self.is_greedy[:, None, None], scores, scores + noise).argmax(2)
 
 
 def _bias(rows: Sequence[Sampling], vocabulary: int, banned: int | None) -> Tensor:
@@ -142,28 +144,29 @@ def _bias(rows: Sequence[Sampling], vocabulary: int, banned: int | None) -> Tens
     return bias
 
 
-def truncate(probabilities: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def truncate(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Keep the ``top_k`` best, of those the fewest that hold ``top_p`` of the mass, of those the ones with at least
     ``min_p`` times the best one's probability; the limits have one entry per row."""
-    ranked, order = probabilities.sort(dim=2, descending=True, stable=True)
+    ranked, order = scores.sort(dim=2, descending=True, stable=True)
     ranks = torch.arange(ranked.shape[2], device=ranked.device)
-    ranked = torch.where(ranks < top_k[:, None, None], ranked, 0.0)
-    ranked = ranked / ranked.sum(2, keepdim=True)
-    mass_before = ranked.cumsum(2) - ranked
-    keep = (mass_before < top_p[:, None, None]) & (ranked >= min_p[:, None, None] * ranked[:, :, :1])
-    ranked = torch.where(keep | (ranks == 0), ranked, 0.0)
-    return torch.zeros_like(ranked).scatter_(2, order, ranked / ranked.sum(2, keepdim=True))
+    mass = torch.where(ranks < top_k[:, None, None], ranked, -torch.inf).softmax(2)
+    mass_before = mass.cumsum(2) - mass
+    keep = (mass_before < top_p[:, None, None]) & (mass >= min_p[:, None, None] * mass[:, :, :1]) & (mass > 0)
+    ranked = torch.where(keep | (ranks == 0), ranked, -torch.inf)
+    return torch.zeros_like(ranked).scatter_(2, order, ranked)
 
 
-def uniform(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
-    """Numbers in [0, 1) for each row (``seeds``: (rows,)) and position (``positions``: (rows, n)), as float64."""
-    state = _scramble(seeds[:, None] + _scramble(positions * 3 + purpose))
-    return (state >> 11 & (2**53 - 1)).double() / 2**53
+def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
+    """Gumbel noise (rows, n, vocabulary) for ``seeds`` (rows,) and ``positions`` (rows, n)."""
+    state = _scramble(seeds[:, None] + _scramble(positions))
+    tokens = torch.arange(vocabulary, device=seeds.device) * _signed(GOLDEN)
+    bits = _scramble(state[:, :, None] + tokens) >> 41 & (2**23 - 1)  # as many as a float32 holds with a half behind
+    return -(-((bits.float() + 0.5) / 2**23).log()).log()
 
 
 def _scramble(state: Tensor) -> Tensor:
     """The finaliser of SplitMix64 on int64 tensors, whose arithmetic wraps around."""
-    state = state + _signed(0x9E3779B97F4A7C15)
+    state = state + _signed(GOLDEN)
     state = (state ^ _shift_right(state, 30)) * _signed(0xBF58476D1CE4E5B9)
     state = (state ^ _shift_right(state, 27)) * _signed(0x94D049BB133111EB)
     return state ^ _shift_right(state, 31)
@@ -175,16 +178,3 @@ def _signed(constant: int) -> int:
 
 def _shift_right(state: Tensor, bits: int) -> Tensor:
     return (state >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def draw(policy: Tensor, numbers: Tensor) -> Tensor:
-    """Tokens (…,) from probabilities (…, vocabulary) by one number in [0, 1) each."""
-    ladder = policy.double().cumsum(-1)
-    target = numbers[..., None] * ladder[..., -1:]
-    return torch.searchsorted(ladder, target, right=True)[..., 0].clamp(max=policy.shape[-1] - 1)
-
-
-def residual(policy: Tensor, proposed: Tensor) -> Tensor:
-    """What to draw from after a token proposed by ``proposed`` was rejected: max(0, p - q), normalised by `draw`."""
-    rest = (policy - proposed).clamp(min=0)
-    return torch.where(rest.sum(-1, keepdim=True) > 0, rest, policy)
