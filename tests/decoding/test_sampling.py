@@ -36,7 +36,7 @@ def checkpoint() -> Checkpoint:
 def ar_probabilities(checkpoint: Checkpoint, sampling: Sampling) -> dict[tuple[int, ...], float]:
     """The probability of every text, from the plain model."""
     texts = list(product(range(MASK), repeat=LENGTH))
-    batch = SamplingBatch([sampling] * len(texts), VOCABULARY, MASK)
+    batch = SamplingBatch.of([sampling] * len(texts), VOCABULARY, MASK)
     with own_attention(checkpoint.module) as model, torch.inference_mode():
         logits = model(torch.tensor([[*PROMPT, *text] for text in texts])).logits[:, len(PROMPT) - 1 : -1]
     written = torch.nn.functional.one_hot(torch.tensor(texts), VOCABULARY).cumsum(1)

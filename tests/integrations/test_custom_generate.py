@@ -392,7 +392,7 @@ def ar_probabilities(model: PreTrainedModel, sampling: Sampling) -> dict[tuple[i
     texts = list(product(range(WORDS), repeat=LENGTH))
     with torch.inference_mode():
         logits = model(torch.tensor([[*PROMPT, *text] for text in texts])).logits[:, len(PROMPT) - 1 : -1]
-    batch = SamplingBatch([sampling] * len(texts), WORDS + 1, banned=WORDS)
+    batch = SamplingBatch.of([sampling] * len(texts), WORDS + 1, banned=WORDS)
     chosen = batch.scores(batch.adjust(logits)).softmax(2).gather(2, torch.tensor(texts)[:, :, None])[:, :, 0]
     return dict(zip(texts, chosen.double().prod(1).tolist(), strict=True))
 

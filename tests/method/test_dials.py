@@ -96,8 +96,8 @@ def run(rows, windows, logits, settled, sampling=None) -> Decision:
     return decide(
         stack(windows),
         logits,
-        DialBatch(rows),
-        SamplingBatch(sampling or [Sampling()] * len(rows), VOCABULARY, MASK),
+        DialBatch.of(rows),
+        SamplingBatch.of(sampling or [Sampling()] * len(rows), VOCABULARY, MASK),
         positions=torch.tensor([window.anchor for window in windows]),
         settled=torch.tensor(settled),
     )
@@ -145,7 +145,7 @@ def _confidence(p: torch.Tensor, measure: str) -> float:
 def test_confidence_lies_between_0_and_1_and_a_certain_position_has_1(measure, seed) -> None:
     logits = torch.randn(1, 2, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 3
     logits[0, 1] = torch.tensor([100.0] + [0.0] * (VOCABULARY - 1))
-    sure = confidence(logits, DialBatch([Dial("threshold", 0.5, measure)]))
+    sure = confidence(logits, DialBatch.of([Dial("threshold", 0.5, measure)]))
     assert ((sure >= 0) & (sure <= 1 + 1e-6)).all()
     assert sure[0, 1].item() == pytest.approx(1)
     assert sure[0, 0].item() == pytest.approx(_confidence(logits[0, 0].softmax(-1), measure), abs=1e-5)
@@ -173,11 +173,11 @@ def test_penalties_count_the_claims_before_a_position() -> None:
     logits[:, :, 2] = 1.0
     seen, counts = torch.zeros(1, VOCABULARY).bool(), torch.zeros(1, VOCABULARY)
     for penalty, accepted in ((0.0, 2), (5.0, 1)):
-        sampling = SamplingBatch([Sampling(presence_penalty=penalty)], VOCABULARY, MASK)
+        sampling = SamplingBatch.of([Sampling(presence_penalty=penalty)], VOCABULARY, MASK)
         decision = decide(
             stack([window]),
             logits,
-            DialBatch([Dial("exact")]),
+            DialBatch.of([Dial("exact")]),
             sampling,
             positions=torch.tensor([0]),
             settled=torch.tensor([False]),

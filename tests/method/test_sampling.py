@@ -37,7 +37,7 @@ def logits_for(rows: int, positions: int = 3, seed: int = 0) -> torch.Tensor:
 def test_scores_are_what_transformers_samples_by(seed, temperature, top_k, top_p, min_p) -> None:
     logits = logits_for(1, seed=seed)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    mine = SamplingBatch([sampling], VOCABULARY).scores(logits)[0]
+    mine = SamplingBatch.of([sampling], VOCABULARY).scores(logits)[0]
     scores = TemperatureLogitsWarper(temperature)(None, logits[0])
     if top_k:
         scores = TopKLogitsWarper(top_k)(None, scores)
@@ -56,10 +56,10 @@ def test_rows_keep_to_their_own_sampling() -> None:
         Sampling(temperature=1, top_p=0.4),
     ]
     logits = logits_for(len(rows))
-    batch = SamplingBatch(rows, VOCABULARY)
+    batch = SamplingBatch.of(rows, VOCABULARY)
     together = batch.scores(logits)
     for index, row in enumerate(rows):
-        alone = SamplingBatch([row], VOCABULARY).scores(logits[index : index + 1])
+        alone = SamplingBatch.of([row], VOCABULARY).scores(logits[index : index + 1])
         assert torch.equal(together[index], alone[0])
     assert torch.equal(batch.draw(together, torch.zeros(len(rows), 3).long())[0], logits[0].argmax(-1))
     assert (together[1].isfinite().sum(-1) == 3).all()
@@ -69,23 +69,23 @@ def test_penalties() -> None:
     logits = logits_for(1, 1)
     seen, counts = torch.zeros(1, 1, VOCABULARY).bool(), torch.zeros(1, 1, VOCABULARY)
     seen[..., [3, 5]], counts[..., 5] = True, 2.0
-    batch = SamplingBatch([Sampling(repetition_penalty=1.3)], VOCABULARY)
+    batch = SamplingBatch.of([Sampling(repetition_penalty=1.3)], VOCABULARY)
     expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([[3, 5]]), logits[0].clone())
     torch.testing.assert_close(batch.adjust(logits, seen, counts)[0], expected)
-    batch = SamplingBatch([Sampling(presence_penalty=0.5, frequency_penalty=0.25)], VOCABULARY)
+    batch = SamplingBatch.of([Sampling(presence_penalty=0.5, frequency_penalty=0.25)], VOCABULARY)
     change = (batch.adjust(logits, seen, counts) - logits)[0, 0]
     assert change.nonzero()[:, 0].tolist() == [5]
     assert change[5].item() == pytest.approx(-0.5 - 2 * 0.25)
 
 
 def test_bias_and_ban() -> None:
-    batch = SamplingBatch([Sampling(logit_bias={4: 100.0, 7: 200.0}), Sampling()], VOCABULARY, banned=7)
+    batch = SamplingBatch.of([Sampling(logit_bias={4: 100.0, 7: 200.0}), Sampling()], VOCABULARY, banned=7)
     adjusted = batch.adjust(logits_for(2))
     assert (adjusted[0].argmax(-1) == 4).all()
     assert (adjusted[:, :, 7] == -math.inf).all()
     assert batch.scores(adjusted)[:, :, 7].max() == -math.inf
     with pytest.raises(MarsError, match="vocabulary has 20"):
-        SamplingBatch([Sampling(logit_bias={20: 1.0})], VOCABULARY)
+        SamplingBatch.of([Sampling(logit_bias={20: 1.0})], VOCABULARY)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_row_draws_the_same_in_any_batch() -> None:
 
 def test_a_draw_follows_the_scores() -> None:
     wanted = torch.tensor([0.1, 0.0, 0.6, 0.3])
-    batch = SamplingBatch([Sampling(temperature=1.0, seed=3)], 4)
+    batch = SamplingBatch.of([Sampling(temperature=1.0, seed=3)], 4)
     drawn = batch.draw(wanted.log().expand(1, 100_000, -1), torch.arange(100_000)[None])[0]
     assert 1 not in drawn
     torch.testing.assert_close(torch.bincount(drawn, minlength=4) / 100_000, wanted, atol=0.006, rtol=0)

@@ -37,6 +37,6 @@ def without_mask(checkpoint: Checkpoint, logits: Tensor) -> Tensor:
 
 def believed(logits: Tensor, dial: Dial) -> list[int]:
     """The paper's rule on logits (block, vocabulary): the AR token, then masks from the left while confident."""
-    confident = confidence(logits[None, 1:], DialBatch([dial], logits.device)) >= dial.trust
+    confident = confidence(logits[None, 1:], DialBatch.of([dial], logits.device)) >= dial.trust
     count = 1 + int(leading(confident))
     return [int(token) for token in logits[:count].argmax(1)]

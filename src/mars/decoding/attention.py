@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,31 @@ from mars.method.windows import WindowBatch
 NAME = "mars_windows"
 
 
+class Windows(Protocol):
+    """Where one forward's windows sit, and how they attend to a row's cached prefix and to each other."""
+
+    calls: int
+    """How many layers have attended"""
+    slides: bool
+    """Did one of them have a sliding window?"""
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        sliding: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor: ...
+
+
 @dataclass(slots=True)
 class WindowAttention:
-    """Where one forward's windows sit: in the cache, in the text, and in each other's sight."""
+    """Windows of any shape over a cache with a contiguous stretch for each row."""
 
     cache: Cache
     batch: WindowBatch
@@ -33,12 +56,10 @@ class WindowAttention:
     length: int
     """Slots in use by the longest row, this forward's included"""
     calls: int = 0
-    """How many layers have attended"""
     slides: bool = False
-    """Did one of them have a sliding window?"""
     slots: Tensor = field(init=False)
     positions: Tensor = field(init=False)
-    _masks: dict[tuple[int | None, int], Tensor] = field(init=False, default_factory=dict)
+    _masks: dict[int | None, Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         width = self.batch.tokens.shape[1]
@@ -46,16 +67,21 @@ class WindowAttention:
         self.slots = torch.where(index < 0, self.cache.trash, self.cursors[:, None] + index)
         self.positions = torch.where(index < 0, 0, self.cursors[:, None] + self.batch.offsets)
 
-    def mask(self, sliding: int | None, groups: int) -> Tensor:
-        """(rows, 1, groups x width, length): which slots a query sees; ``groups`` query heads share a key head."""
-        key = (sliding, groups)
-        if key not in self._masks:
-            visible = self._causal() if self.batch.visible is None else self._tree(self.batch.visible)
-            if sliding is not None:
-                visible &= self.positions[:, :, None] - self._slot_positions()[:, None] < sliding
-            visible[:, :, 0] |= self.slots == self.cache.trash  # padding sees one slot: a softmax needs something
-            self._masks[key] = visible.repeat(1, groups, 1)[:, None]
-        return self._masks[key]
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, sliding: int | None, **options: Any
+    ) -> Tensor:
+        keys, values = self.cache.write(layer, key, value, self.slots, self.length)
+        if sliding not in self._masks:
+            self._masks[sliding] = self._mask(sliding)
+        return dense_attention(query, keys, values, self._masks[sliding], **options)
+
+    def _mask(self, sliding: int | None) -> Tensor:
+        """(rows, 1, width, length): which slots a query sees."""
+        visible = self._causal() if self.batch.visible is None else self._tree(self.batch.visible)
+        if sliding is not None:
+            visible &= self.positions[:, :, None] - self._slot_positions()[:, None] < sliding
+        visible[:, :, 0] |= self.slots == self.cache.trash  # padding sees one slot: a softmax needs something
+        return visible[:, None]
 
     def _causal(self) -> Tensor:
         last = torch.where(self.slots == self.cache.trash, -1, self.slots)
@@ -82,29 +108,52 @@ def attend(
     value: Tensor,
     _attention_mask: Tensor | None,
     *,
-    windows: WindowAttention | None = None,
+    windows: Windows | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attend (rows, heads, width, size) queries; heads that share keys are folded so each key is read once."""
+    """Let the windows attend: (rows, heads, width, size) queries in, (rows, width, heads, size) out."""
     if windows is None:
         raise MarsError(f"{type(module).__name__} does not hand the windows of a forward down to its attention")
     windows.calls += 1
     windows.slides |= sliding_window is not None
-    key, value = windows.cache.write(module.layer_idx, key, value, windows.slots, windows.length)  # type: ignore[arg-type]
+    out = windows.attend(
+        module.layer_idx,  # type: ignore[arg-type]
+        query,
+        key,
+        value,
+        scale=scaling or query.shape[3] ** -0.5,
+        sliding=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out, None
+
+
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Heads that share keys are folded, so that each key is read once; ``mask`` (rows, 1, width, slots)."""
     rows, heads, width, size = query.shape
     shared = key.shape[1]
     folded = query.reshape(rows, shared, heads // shared * width, size)
-    mask = windows.mask(sliding_window, heads // shared)
-    if softcap is None and s_aux is None:
-        out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    mask = mask.repeat(1, 1, heads // shared, 1)
+    if softcap is None and sinks is None:
+        out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
     else:
-        sinks = None if s_aux is None else s_aux.view(1, shared, -1, 1).repeat_interleave(width, 2)
-        out = spelled_out(folded, key, value, mask, scaling or size**-0.5, softcap, sinks)
-    return out.reshape(rows, heads, width, -1).transpose(1, 2).contiguous(), None
+        extra = None if sinks is None else sinks.view(1, shared, -1, 1).repeat_interleave(width, 2)
+        out = spelled_out(folded, key, value, mask, scale, softcap, extra)
+    return out.reshape(rows, heads, width, -1).transpose(1, 2).contiguous()
 
 
 def spelled_out(

@@ -16,7 +16,7 @@ from mars.decoding.cache import Cache
 from mars.decoding.forward import forward
 from mars.decoding.request import Answer, Generation, Request
 from mars.errors import MarsError
-from mars.method.dials import Decision, Dial, DialBatch, decide
+from mars.method.dials import Decision, Dial, DialBatch, decide, tally
 from mars.method.sampling import Sampling, SamplingBatch
 from mars.method.tensors import send
 from mars.method.windows import Window, WindowBatch, lay_out
@@ -60,13 +60,7 @@ class Row:
 
     def commit(self, accepted: int, trusted: int, token: int, agrees: list[bool], drafts: list[int]) -> None:
         """Take what the forward decided: emit tokens, move the cursor, and set up the next window."""
-        tokens, verdicts = [token, *drafts[:trusted]], [True]
-        if self.settled:
-            self.answer.judge(agrees)
-        else:
-            tokens, verdicts = self.claims[:accepted] + tokens, agrees[:accepted] + verdicts
-        taken = self.answer.emit(tokens)
-        self.answer.judge(verdicts[:taken])
+        self.answer.commit(self.claims, self.settled, accepted, token, drafts[:trusted], agrees)
         self.cursor += len(self.sure) + accepted
         self.sure = [token]
         self.settled = not self.dial.checks
@@ -122,14 +116,16 @@ class Decoder:
         decision = decide(
             batch,
             logits,
-            DialBatch([row.dial for row in self._rows], device),
+            DialBatch.of([row.dial for row in self._rows], device),
             self._sampling,
             positions=send([row.cursor + len(row.sure) - 1 for row in self._rows], device),
             settled=send([row.settled for row in self._rows], device),
             seen=self._seen,
             counts=self._counts,
         )
-        self._count(batch, decision)
+        if self._seen is not None and self._counts is not None:
+            self._counts = tally(self._counts, batch.claims, decision)
+            self._seen = self._seen | (self._counts > 0)
         return decision
 
     def _commit(self, decision: Decision) -> None:
@@ -154,27 +150,17 @@ class Decoder:
     def _set_sampling(self, rows: list[Sampling]) -> None:
         self._samplings = rows
         checkpoint = self.checkpoint
-        self._sampling = SamplingBatch(rows, checkpoint.vocabulary, checkpoint.mask_token_id, checkpoint.device)
+        self._sampling = SamplingBatch.of(rows, checkpoint.vocabulary, checkpoint.mask_token_id, checkpoint.device)
 
     def _count_prompts(self) -> tuple[Tensor | None, Tensor | None]:
         """Which tokens each row has seen and how often its answer used them, kept only if somebody asks."""
-        if not self._sampling.penalises:
+        if not self._sampling.features.penalises:
             return None, None
         counts = torch.zeros(len(self._rows), self.checkpoint.vocabulary, device=self.checkpoint.device)
         seen = counts.bool()
         for index, row in enumerate(self._rows):
             seen[index, torch.tensor(row.sure, device=seen.device)] = True
         return seen, counts
-
-    def _count(self, batch: WindowBatch, decision: Decision) -> None:
-        """Count the tokens from the old anchor to the new one."""
-        if self._seen is None or self._counts is None:
-            return
-        steps = torch.arange(batch.claims.shape[1], device=batch.claims.device)
-        tokens = torch.cat([batch.claims, decision.token[:, None]], 1)
-        stays = torch.cat([steps < decision.accepted[:, None], torch.ones_like(decision.token[:, None])], 1)
-        self._counts.scatter_add_(1, tokens, stays.to(self._counts.dtype))
-        self._seen |= self._counts > 0
 
 
 def check_request(checkpoint: Checkpoint, request: Request) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from mars.decoding.attention import WindowAttention
+from mars.decoding.attention import WindowAttention, Windows
 from mars.decoding.cache import Cache
 from mars.errors import MarsError
 from mars.method.tensors import send
@@ -32,11 +32,11 @@ def forward(
         logits_to_keep=batch.tail,
         windows=attention,
     )
-    _check_layers(checkpoint, attention)
+    check_layers(checkpoint, attention)
     return batch, output.logits
 
 
-def _check_layers(checkpoint: Checkpoint, attention: WindowAttention) -> None:
+def check_layers(checkpoint: Checkpoint, attention: Windows) -> None:
     """Raise if a layer of the model went its own way: the logits would be wrong without a word."""
     config = checkpoint.module.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None)

@@ -142,6 +142,18 @@ class Answer:
         self.pieces.append(piece)
         return taken
 
+    def commit(
+        self, claims: list[int], settled: bool, accepted: int, token: int, trusted: list[int], agrees: list[bool]
+    ) -> None:
+        """Take what a forward decided about the claims it was fed: emit what stays, and keep count of agreement."""
+        tokens, verdicts = [token, *trusted], [True]
+        if settled:
+            self.judge(agrees)
+        else:
+            tokens, verdicts = claims[:accepted] + tokens, agrees[:accepted] + verdicts
+        taken = self.emit(tokens)
+        self.judge(verdicts[:taken])
+
     def judge(self, verdicts: Sequence[bool]) -> None:
         """Record for some tokens whether the AR model would have written them."""
         self.checked += len(verdicts)

@@ -72,6 +72,10 @@ class Dial:
         value = "" if self.value is None else f"={self.value!r}"
         return f"{self.kind}{measure}{value}"
 
+    def numbers(self) -> list[float]:
+        """The dial as numbers for `DialBatch`."""
+        return [self.tolerance, self.trust, MEASURES.index(self.measure)]
+
     @property
     def uses_masks(self) -> bool:
         return self.kind != "one-token"
@@ -95,11 +99,21 @@ class Dial:
 class DialBatch:
     """The dials of several rows as tensors, each with one entry per row."""
 
-    def __init__(self, rows: Sequence[Dial], device: torch.device | str = "cpu") -> None:
-        self.measures = {row.measure for row in rows if row.kind == "threshold"}
-        self.tolerance = send([row.tolerance for row in rows], device)
-        self.trust = send([row.trust for row in rows], device)
-        self.measure = send([MEASURES.index(row.measure) for row in rows], device)
+    NUMBERS = 3
+
+    def __init__(self, numbers: Tensor, measures: frozenset[Measure]) -> None:
+        """``numbers`` (rows, NUMBERS) are `Dial.numbers`; ``measures`` are those that some row trusts its masks by."""
+        self.tolerance, self.trust, self.measure = numbers.unbind(1)
+        self.measures = measures
+
+    @classmethod
+    def of(cls, rows: Sequence[Dial], device: torch.device | str = "cpu") -> DialBatch:
+        numbers = torch.tensor([row.numbers() for row in rows], dtype=torch.float64).view(-1, cls.NUMBERS)
+        return cls(send(numbers, device), measures_of(rows))
+
+
+def measures_of(rows: Sequence[Dial]) -> frozenset[Measure]:
+    return frozenset(row.measure for row in rows if row.kind == "threshold")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +209,14 @@ def _margin(log_p: Tensor) -> Tensor:
 
 
 _MEASURE = {"probability": _top_probability, "entropy": _certainty, "margin": _margin}
+
+
+def tally(counts: Tensor, claims: Tensor, decision: Decision) -> Tensor:
+    """Counts (rows, vocabulary) of each answer's tokens with those from the old anchor to the new one."""
+    steps = torch.arange(claims.shape[1], device=claims.device)
+    tokens = torch.cat([claims, decision.token[:, None]], 1)
+    stays = torch.cat([steps < decision.accepted[:, None], torch.ones_like(decision.token[:, None])], 1)
+    return counts.scatter_add(1, tokens, stays.to(counts.dtype))
 
 
 def leading(flags: Tensor) -> Tensor:

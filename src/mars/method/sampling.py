@@ -64,6 +64,13 @@ class Sampling:
     def penalises(self) -> bool:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
+    def numbers(self, vocabulary: int) -> list[float]:
+        """The row as numbers for `SamplingBatch`; the seed in two halves, which a float64 holds."""
+        seed = (self.seeded().seed or 0) & (2**63 - 1)
+        limits = (self.temperature, self.top_k or vocabulary, self.top_p, self.min_p)
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return [*limits, *penalties, seed >> 32, seed & (2**32 - 1)]
+
     def seeded(self) -> Sampling:
         """The same with a seed; a fresh one if none was given."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(63))
@@ -74,30 +81,49 @@ def _require(condition: bool, rule: str, value: object) -> None:
         raise MarsError(f"{rule}, not {value}")
 
 
-class SamplingBatch:
-    """The sampling of several rows as tensors, each with one entry per row. ``banned`` is a token never drawn."""
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What the rows of a batch make necessary; the rest is left out of the computation."""
 
-    def __init__(
-        self,
+    greedy: bool = True
+    truncates: bool = False
+    penalises: bool = False
+
+    @classmethod
+    def of(cls, rows: Sequence[Sampling]) -> Features:
+        return cls(
+            all(row.greedy for row in rows), any(row.truncates for row in rows), any(row.penalises for row in rows)
+        )
+
+
+class SamplingBatch:
+    """The sampling of several rows as tensors, each with one entry per row."""
+
+    NUMBERS = 9
+
+    def __init__(self, numbers: Tensor, bias: Tensor, features: Features) -> None:
+        """``numbers`` (rows, NUMBERS) are `Sampling.numbers`, ``bias`` (rows or 1, vocabulary) is added to logits."""
+        temperature, top_k, self.top_p, self.min_p, *penalties, high, low = numbers.unbind(1)
+        self.features = features
+        self.bias = bias
+        self.top_k = top_k
+        self.repetition, self.presence, self.frequency = (each.float() for each in penalties)
+        self.is_greedy = temperature == 0
+        self.temperature = torch.where(self.is_greedy, 1.0, temperature).float()
+        self.is_truncating = ~self.is_greedy & ((top_k < bias.shape[1]) | (self.top_p < 1) | (self.min_p > 0))
+        self.seeds = (high.long() << 32) + low.long()
+
+    @classmethod
+    def of(
+        cls,
         rows: Sequence[Sampling],
         vocabulary: int,
         banned: int | None = None,
         device: torch.device | str = "cpu",
-    ) -> None:
-        self.greedy = all(row.greedy for row in rows)
-        self.truncates = any(row.truncates for row in rows)
-        self.penalises = any(row.penalises for row in rows)
-        self.is_truncating = send([row.truncates for row in rows], device)
-        self.is_greedy = send([row.greedy for row in rows], device)
-        self.temperature = send([row.temperature or 1.0 for row in rows], device)
-        self.top_k = send([row.top_k or vocabulary for row in rows], device)
-        self.top_p = send([row.top_p for row in rows], device)
-        self.min_p = send([row.min_p for row in rows], device)
-        self.repetition = send([row.repetition_penalty for row in rows], device)
-        self.presence = send([row.presence_penalty for row in rows], device)
-        self.frequency = send([row.frequency_penalty for row in rows], device)
-        self.seeds = send([(row.seeded().seed or 0) & (2**63 - 1) for row in rows], device)
-        self.bias = send(_bias(rows, vocabulary, banned), device)
+    ) -> SamplingBatch:
+        """``banned`` is a token never drawn."""
+        numbers = torch.tensor([row.numbers(vocabulary) for row in rows], dtype=torch.float64).view(-1, cls.NUMBERS)
+        return cls(send(numbers, device), send(token_bias(rows, vocabulary, banned), device), Features.of(rows))
 
     def adjust(self, logits: Tensor, seen: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
         """Logits (rows, positions, vocabulary) after bias, ban and penalties, as float32.
@@ -115,23 +141,24 @@ class SamplingBatch:
 
     def scores(self, logits: Tensor) -> Tensor:
         """What tokens are drawn by: adjusted logits after temperature and truncation (rows, positions, vocabulary)."""
-        if self.greedy:
+        if self.features.greedy:
             return logits
         scores = logits / self.temperature[:, None, None]
-        if self.truncates:
+        if self.features.truncates:
             cut = truncate(scores, self.top_k, self.top_p, self.min_p)
             scores = torch.where(self.is_truncating[:, None, None], cut, scores)
         return scores
 
     def draw(self, scores: Tensor, positions: Tensor) -> Tensor:
         """Tokens (rows, positions); ``positions`` (rows, positions) say where in the text they stand."""
-        if self.greedy:
+        if self.features.greedy:
             return scores.argmax(2)
         noise = gumbel(self.seeds, positions, scores.shape[2])
         return torch.where(self.is_greedy[:, None, None], scores, scores + noise).argmax(2)
 
 
-def _bias(rows: Sequence[Sampling], vocabulary: int, banned: int | None) -> Tensor:
+def token_bias(rows: Sequence[Sampling], vocabulary: int, banned: int | None) -> Tensor:
+    """What is added to the logits (rows, vocabulary), or (1, vocabulary) where it is the same for all rows."""
     biased = any(row.logit_bias for row in rows)
     bias = torch.zeros(len(rows) if biased else 1, vocabulary)
     for index, row in enumerate(rows):
