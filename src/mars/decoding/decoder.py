@@ -19,7 +19,7 @@ from mars.errors import MarsError
 from mars.method.dials import Decision, Dial, DialBatch, decide, tally
 from mars.method.sampling import Sampling, SamplingBatch
 from mars.method.tensors import send
-from mars.method.windows import Window, WindowBatch, lay_out
+from mars.method.windows import Shape, Window, WindowBatch, lay_out
 from mars.models.checkpoint import Checkpoint
 
 PREFILL_CHUNK = 512
@@ -53,10 +53,8 @@ class Row:
         if mask is None or not self.dial.uses_masks:
             return lay_out(self.sure, self.claims)
         count = len(self.claims)
-        points = (count,) if self.settled else request.shape.points(count)
-        room = self.answer.room - (0 if self.settled else count) - 1
-        masks = min(request.block_size - 1, room)
-        return lay_out(self.sure, self.claims, mask=mask, masks=masks, points=points)
+        points = (count,) if self.settled else (request.shape or Shape()).points(count)
+        return lay_out(self.sure, self.claims, mask=mask, masks=request.block_size - 1, points=points)
 
     def commit(self, accepted: int, trusted: int, token: int, agrees: list[bool], drafts: list[int]) -> None:
         """Take what the forward decided: emit tokens, move the cursor, and set up the next window."""
@@ -64,7 +62,7 @@ class Row:
         self.cursor += len(self.sure) + accepted
         self.sure = [token]
         self.settled = not self.dial.checks
-        self.claims = drafts[:trusted] if self.settled else drafts[: max(0, self.answer.room - 1)]
+        self.claims = drafts[:trusted] if self.settled else drafts
 
 
 class Decoder:

@@ -27,13 +27,18 @@ def forward(
     )
     output = checkpoint.module(
         input_ids=batch.tokens,
-        position_ids=attention.positions,
+        position_ids=within(checkpoint.context, attention.positions),
         use_cache=False,
         logits_to_keep=batch.tail,
         windows=attention,
     )
     check_layers(checkpoint, attention)
     return batch, output.logits
+
+
+def within(context: int | None, positions: Tensor) -> Tensor:
+    """Positions that the model has: at the end of its context, windows reach past it, though no text does."""
+    return positions if context is None else positions.clamp(max=context - 1)
 
 
 def check_layers(checkpoint: Checkpoint, attention: Windows) -> None:

@@ -16,7 +16,7 @@ from mars.method.dials import Dial
 from mars.method.sampling import Sampling
 from mars.method.windows import Shape
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Generation:
 
     @property
     def tokens_per_forward(self) -> float:
-        return self.tokens / self.forwards
+        return self.tokens / max(1, self.forwards)
 
     @property
     def histogram(self) -> dict[int, int]:
@@ -94,7 +94,8 @@ class Request:
     stop: Sequence[str] = ()
     block_size: int = 1
     """Tokens one forward predicts: the AR token and ``block_size - 1`` masks"""
-    shape: Shape = field(default_factory=Shape)
+    shape: Shape | None = None
+    """None: any; the engine takes the fastest for `exact`, and a chain otherwise"""
 
 
 class Answer:
@@ -158,6 +159,10 @@ class Answer:
         """Record for some tokens whether the AR model would have written them."""
         self.checked += len(verdicts)
         self.agreed += sum(verdicts)
+
+    def cancel(self) -> None:
+        self.finish_reason = "cancelled"
+        self._seconds = time.perf_counter() - self._started
 
     def generation(self) -> Generation:
         if self.finish_reason is None:

@@ -1,0 +1,290 @@
+"""The engine: requests in, tokens out, many at a time. A step is schedule, run, decide, commit.
+
+Rows join and leave at any step. Their texts are cached in pages, shared where they begin alike. When pages run out,
+the least urgent row gives its own back and waits; what it wrote is kept, what it cached is computed again.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from itertools import count
+
+import torch
+
+from mars.decoding.decoder import check_request
+from mars.decoding.request import Answer, Generation, Request
+from mars.engine.cache import PagedCache, layer_shapes
+from mars.engine.choice import Acceptance, Cost, best_layout
+from mars.engine.costs import measured_costs
+from mars.engine.layout import Layout
+from mars.engine.pages import Pages
+from mars.engine.rows import Row
+from mars.engine.runner import Batch, Chunk, Runner, Terms
+from mars.engine.state import Place, State
+from mars.errors import MarsError
+from mars.method.windows import Shape
+from mars.models.checkpoint import Checkpoint
+
+PAGE_SIZE = 16
+CPU_MEMORY = 2 * 2**30
+GPU_SHARE = 0.5
+
+
+class QueueFullError(MarsError):
+    """No more requests are taken for now."""
+
+
+class Engine:
+    """Decodes requests together. `add` one, call `step` until its answer is finished."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        rows: int = 64,
+        memory: int | float | None = None,
+        page_size: int = PAGE_SIZE,
+        prefill_tokens: int = 512,
+        max_waiting: int | None = None,
+        block_size: int | None = None,
+        cost: Cost | None = None,
+    ) -> None:
+        """``rows`` run at once. ``memory`` for the cache: bytes, or a share of what is free on the device.
+
+        ``prefill_tokens`` of prompts are read per step, so that a long one does not hold up the others. Requests may
+        ask for blocks of at most ``block_size``, by default the model's own. ``cost``: seconds of a forward by rows
+        and layout; measured, if it is not given.
+        """
+        shapes = layer_shapes(checkpoint)
+        per_page = page_size * sum(shape.bytes_per_token for shape in shapes)
+        pages = _bytes(memory, checkpoint.device) // per_page
+        if rows < 1 or prefill_tokens < 1 or pages < 2:
+            raise MarsError("the engine needs at least one row, one prefill token, and memory for two pages")
+        self.checkpoint = checkpoint
+        self.pages = Pages(pages, page_size)
+        trained = checkpoint.settings.block_size if checkpoint.settings else 1
+        self.block_size = max(1, trained if block_size is None else block_size)
+        self.acceptance = Acceptance(self.block_size - 1)
+        self._margin = Layout.of(Shape(None), self.block_size).width
+        """Places behind a row's text that the widest window of a step may need"""
+        longest = min(pages, -(-((checkpoint.context or pages * page_size) + self._margin) // page_size))
+        self._state = State(rows, self.block_size - 1, longest, checkpoint.vocabulary, checkpoint.device)
+        self._runner = Runner(checkpoint, self._state, PagedCache(shapes, pages, page_size, checkpoint.device))
+        self._cost = cost
+        self._prefill_tokens = prefill_tokens
+        self._max_waiting = max_waiting
+        self._waiting: list[Row] = []
+        self._running: list[Row] = []
+        self._slots = list(range(rows, 0, -1))
+        self._numbers = count()
+        self._batch: tuple[list[Terms], Batch] | None = None
+        self._moved: list[tuple[int, int, int]] = []
+        """Entries of the page tables that the device does not know yet"""
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def add(self, request: Request, priority: int = 0) -> Answer:
+        """Queue a request; the smaller its priority, the sooner it runs. The answer grows as the engine steps."""
+        check_request(self.checkpoint, request)
+        if request.block_size > self.block_size:
+            raise MarsError(f"block_size {request.block_size} is more than the engine's {self.block_size}")
+        if self._max_waiting is not None and len(self._waiting) >= self._max_waiting:
+            raise QueueFullError(f"{len(self._waiting)} requests are waiting already: try again later")
+        checkpoint = self.checkpoint
+        answer = Answer(request, checkpoint.tokenizer, checkpoint.end_tokens, checkpoint.context)
+        row = Row(answer, request.sampling.seeded(), (priority, next(self._numbers)))
+        needs, room = len(row.text) + answer.limit + self._margin, (self.pages.count - 1) * self.pages.size
+        if needs > room:
+            raise MarsError(
+                f"the request may need {needs} tokens of cache, but there is room for {room}: "
+                "ask for fewer new tokens, shorten the prompt, or give the engine more memory"
+            )
+        heapq.heappush(self._waiting, row)
+        return answer
+
+    def cancel(self, answer: Answer) -> None:
+        """Stop a request at once; its answer keeps what has come out so far."""
+        for row in [*self._waiting, *self._running]:
+            if row.answer is answer:
+                answer.cancel()
+                self._leave(row)
+                self._waiting = [each for each in self._waiting if each is not row]
+                heapq.heapify(self._waiting)
+
+    def finish(self, answers: Sequence[Answer]) -> list[Generation]:
+        """Step until these answers are finished."""
+        while any(answer.finish_reason is None for answer in answers):
+            self.step()
+        return [answer.generation() for answer in answers]
+
+    def step(self) -> None:
+        """Read some of the prompts, then let every row that has read its own take a step."""
+        self._admit()
+        self._prefill()
+        rows = self._ready()
+        if rows:
+            layout = self._layout(rows)
+            terms = [row.terms(layout) for row in rows]
+            reach = max(row.cursor for row in rows) + layout.width
+            records = self._runner.decode(self._batch_of(terms), layout, reach).tolist()
+            self._commit(rows, terms, layout, records)
+
+    def check(self) -> None:
+        """Raise if a page is lost or in two places, or a slot is."""
+        self.pages.check([row.pages for row in self._running])
+        slots = sorted([*self._slots, *(row.slot or 0 for row in self._running)])
+        if slots != list(range(1, self._state.slots + 1)):
+            raise RuntimeError("a slot is lost, or in two places at once")
+
+    # --- who runs
+
+    def _admit(self) -> None:
+        """Let waiting rows in while there is room, the most urgent first; they may push out less urgent ones."""
+        while self._waiting:
+            row = self._waiting[0]
+            if self._enter(row):
+                heapq.heappop(self._waiting)
+                continue
+            least = max(self._running, default=None)
+            if least is None or least.urgency[0] <= row.urgency[0]:
+                return
+            self._preempt(least)
+
+    def _enter(self, row: Row) -> bool:
+        """Give the row a slot and pages for its text and a window, sharing what is known; False if there are none."""
+        found = self.pages.find(row.text[:-1])
+        shared = self.pages.share(found)
+        wanted = self._pages_for(len(row.text) + self._margin) - len(shared)
+        if not self._slots or wanted > self.pages.available:
+            self.pages.release(shared)
+            return False
+        row.slot = self._slots.pop()
+        row.pages = []
+        self._grow(row, [*shared, *self.pages.take(wanted)])
+        row.cursor = len(shared) * self.pages.size
+        row.learnt = len(shared)
+        row.content = found[-1].number if found else row.content
+        self._running.append(row)
+        if row.is_prefilled:
+            self._put([row])
+        return True
+
+    def _preempt(self, row: Row) -> None:
+        """Send a row back to wait. It keeps its text and its claims."""
+        self._leave(row)
+        heapq.heappush(self._waiting, row)
+
+    def _leave(self, row: Row) -> None:
+        if row.slot is None:
+            return
+        self._running.remove(row)
+        self._slots.append(row.slot)
+        self.pages.release(row.pages)
+        row.slot, row.pages, row.cursor, row.learnt, row.content = None, [], 0, 0, 0
+
+    def _ready(self) -> list[Row]:
+        """Rows that can take a step, with pages for it; where there are too few, the least urgent row leaves."""
+        for row in sorted(self._running):
+            while row.slot is not None and row.is_prefilled:
+                missing = self._pages_for(row.cursor + self._margin) - len(row.pages)
+                if missing <= self.pages.available:
+                    self._grow(row, self.pages.take(max(0, missing)))
+                    break
+                self._preempt(max(self._running))
+        if self._moved:
+            self._state.set_pages(self._moved)
+            self._moved = []
+        return [row for row in self._running if row.is_prefilled]
+
+    def _grow(self, row: Row, pages: list[int]) -> None:
+        start = len(row.pages)
+        row.pages += pages
+        self._moved += [(row.slot or 0, start + index, page) for index, page in enumerate(pages)]
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.pages.size)
+
+    # --- what runs
+
+    def _prefill(self) -> None:
+        """Read prompts, the most urgent first, as many tokens as a step may; rows of similar length together."""
+        left, chunks = self._prefill_tokens, list[tuple[Row, Chunk]]()
+        for row in sorted(self._running):
+            size = min(left, len(row.text) - 1 - row.cursor)
+            if size > 0 and row.slot is not None:
+                tokens = row.text[row.cursor : row.cursor + size]
+                chunks.append((row, Chunk(row.slot, row.cursor, tokens)))
+                left -= size
+        if chunks and self._moved:
+            self._state.set_pages(self._moved)
+            self._moved = []
+        for length in {len(chunk.tokens).bit_length() for _, chunk in chunks}:
+            self._runner.prefill([chunk for _, chunk in chunks if len(chunk.tokens).bit_length() == length])
+        for row, chunk in chunks:
+            row.cursor += len(chunk.tokens)
+            self._learn(row)
+        self._put([row for row, _ in chunks if row.is_prefilled])
+
+    def _put(self, rows: Sequence[Row]) -> None:
+        """Tell the device where rows stand that begin to decode."""
+        if rows:
+            self._state.put([Place(row.slot or 0, row.cursor, row.text[-1], row.claims, row.settled) for row in rows])
+        for row in rows:
+            if row.sampling.penalises:
+                prompt = len(row.request.prompt)
+                self._state.remember(row.slot or 0, row.text[:prompt], row.text[prompt:])
+
+    def _layout(self, rows: Sequence[Row]) -> Layout:
+        """The window of this step: what some row needs, or else what is fastest for this many rows."""
+        needed = Layout()
+        for row in rows:
+            needed |= row.demand()
+        choosers = [row.request.block_size for row in rows if row.chooses_window]
+        if not choosers or max(choosers) < 2:
+            return needed
+        shapes = [Shape(groups) for groups in (1, *range(2, max(choosers)), None)]
+        candidates = [needed, *(needed | Layout.of(shape, max(choosers)) for shape in shapes)]
+        if self._cost is None:
+            self._cost = measured_costs(self._runner, self._state, self.checkpoint)
+        return best_layout(candidates, self.acceptance.rates(), len(rows), self._cost)
+
+    def _batch_of(self, terms: list[Terms]) -> Batch:
+        if self._batch is None or self._batch[0] != terms:
+            self._batch = terms, Batch.of(terms, self.checkpoint)
+        return self._batch[1]
+
+    def _commit(
+        self, rows: Sequence[Row], terms: Sequence[Terms], layout: Layout, records: Sequence[list[int]]
+    ) -> None:
+        checked = False
+        for row, term, record in zip(rows, terms, records, strict=True):
+            if outcome := row.commit(term, layout, record):
+                self.acceptance.observe(*outcome)
+                checked = True
+            self._learn(row)
+            if row.answer.finish_reason is not None:
+                self._leave(row)
+        if not checked:
+            self.acceptance.fade()
+
+    def _learn(self, row: Row) -> None:
+        """Make full pages known, for others to share."""
+        size = self.pages.size
+        while (row.learnt + 1) * size <= row.cursor:
+            start = row.learnt * size
+            row.content = self.pages.learn(row.content, row.text[start : start + size], row.pages[row.learnt])
+            row.learnt += 1
+
+
+def _bytes(memory: int | float | None, device: torch.device) -> int:
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        return int(free * GPU_SHARE if memory is None else memory if memory > 1 else free * memory)
+    return int(CPU_MEMORY if memory is None else memory)

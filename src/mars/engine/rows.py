@@ -1,0 +1,87 @@
+"""A request inside the engine: its text so far, its pages, and what it feeds next, as far as the host knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mars.decoding.request import Answer, Request
+from mars.engine.layout import Layout
+from mars.engine.pages import START
+from mars.engine.runner import Terms
+from mars.method.sampling import Sampling
+from mars.method.windows import Shape
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    answer: Answer
+    sampling: Sampling
+    """The request's, with a seed"""
+    urgency: tuple[int, int]
+    """Priority and number of arrival: the smaller, the sooner"""
+    text: list[int] = field(init=False)
+    """Prompt and answer up to the token that is fed next"""
+    claims: list[int] = field(default_factory=list)
+    settled: bool = True
+    cursor: int = 0
+    """How many tokens of the text are cached"""
+    slot: int | None = None
+    """Its place among the running rows; None while it waits"""
+    pages: list[int] = field(default_factory=list)
+    learnt: int = 0
+    """How many of its pages are full and known"""
+    content: int = START
+    """The number of the last known one's content"""
+
+    def __post_init__(self) -> None:
+        self.text = list(self.request.prompt)
+
+    def __lt__(self, other: Row) -> bool:
+        return self.urgency < other.urgency
+
+    @property
+    def request(self) -> Request:
+        return self.answer.request
+
+    @property
+    def is_prefilled(self) -> bool:
+        return self.cursor == len(self.text) - 1
+
+    @property
+    def chooses_window(self) -> bool:
+        """Is any window as good as another for its text?"""
+        return self.request.dial.kind == "exact" and self.request.shape is None
+
+    def demand(self) -> Layout:
+        """The least that the row's next window needs."""
+        request = self.request
+        needs = Layout()
+        if self.settled and self.claims:  # they were emitted: they have to be fed
+            needs |= Layout(trunk=request.block_size)
+        if request.dial.uses_masks and not self.chooses_window:
+            shape = (request.shape or Shape()) if request.dial.checks else Shape()
+            needs |= Layout.of(shape, request.block_size)
+        return needs
+
+    def terms(self, layout: Layout) -> Terms:
+        """How the row takes part in a step with this layout."""
+        request = self.request
+        if self.slot is None:
+            raise RuntimeError("the row is not running")
+        own = layout if self.chooses_window else Layout.of(request.shape or Shape(), request.block_size)
+        masks = request.block_size - 1 if request.dial.uses_masks else 0
+        return Terms(self.slot, request.dial, self.sampling, max(1, own.groups), masks)
+
+    def commit(self, terms: Terms, layout: Layout, record: list[int]) -> tuple[int, int] | None:
+        """Take what a step decided; returns how many drafts it checked and how many passed, if it checked any."""
+        accepted, trusted, count, token, *rest = record
+        claims = self.claims[: layout.trunk - 1]
+        agrees = [bool(flag) for flag in rest[: len(claims)]]
+        drafts = rest[layout.trunk - 1 :][:count]
+        checked = (len(claims), accepted) if claims and not self.settled else None
+        self.answer.commit(claims, self.settled, accepted, token, drafts[:trusted], agrees)
+        self.text += [*claims[:accepted], token]
+        self.cursor = len(self.text) - 1
+        self.settled = not terms.dial.checks
+        self.claims = drafts[:trusted] if self.settled else drafts
+        return checked

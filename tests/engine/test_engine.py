@@ -1,0 +1,269 @@
+"""The engine against the plain decoder: token for token, whatever comes and goes around a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from mars import MarsError, Sampling
+from mars.decoding.decoder import Decoder
+from mars.decoding.request import Answer, Generation, Request
+from mars.engine import Engine, QueueFullError
+from mars.engine.cache import layer_shapes
+from mars.engine.layout import Layout
+from mars.method.dials import Dial
+from mars.method.windows import Shape
+from mars.models import Checkpoint
+from tests.conftest import END, FAMILIES, MASK, tiny_checkpoint
+
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
+PAGE = 4
+WIDE = 0.001
+"""A price of a token fed that makes the widest window the best one; 10 makes it one-token"""
+
+
+@cache
+def checkpoint(family: str = "llama") -> Checkpoint:
+    return tiny_checkpoint(family)
+
+
+@cache
+def bytes_per_page(family: str = "llama") -> int:
+    return PAGE * sum(shape.bytes_per_token for shape in layer_shapes(checkpoint(family)))
+
+
+def engine(pages: int = 400, rows: int = 4, price: float = WIDE, family: str = "llama", **options) -> Engine:
+    def cost(count: int, layout: Layout) -> float:
+        return 1 + price * count * layout.width
+
+    memory = pages * bytes_per_page(family)
+    return Engine(checkpoint(family), rows=rows, memory=memory, page_size=PAGE, cost=cost, **options)
+
+
+def plain(request: Request, family: str = "llama") -> Generation:
+    return Decoder(checkpoint(family), [replace(request)]).finish()[0]
+
+
+def ask(start: int = 1, dial: str = "exact", length: int = 30, **options) -> Request:
+    return Request([start, 2, 3, 4, 5], Dial.parse(dial), max_new_tokens=length, block_size=4, **options)
+
+
+DIALS = ["one-token", "exact", "relaxed=0.2", "threshold=0.3", "threshold:entropy=0.4", "threshold:margin=0.1"]
+letters = st.integers(0, MASK - 2)
+requests = st.builds(
+    Request,
+    prompt=st.one_of(
+        st.lists(letters, min_size=1, max_size=20),
+        st.lists(letters, max_size=4).map(lambda end: [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, *end]),  # shared
+    ),
+    dial=st.sampled_from(DIALS).map(Dial.parse),
+    sampling=st.one_of(
+        st.just(Sampling()),
+        st.builds(
+            Sampling,
+            temperature=st.sampled_from([0.0, 0.7, 1.5]),
+            top_p=st.sampled_from([1.0, 0.8]),
+            presence_penalty=st.sampled_from([0.0, 0.8]),
+            repetition_penalty=st.sampled_from([1.0, 1.2]),
+            logit_bias=st.sampled_from([{}, {3: 1.5}]),
+            seed=st.integers(0, 2**62),
+        ),
+    ),
+    max_new_tokens=st.integers(1, 30),
+    block_size=st.integers(2, 4),
+    shape=st.sampled_from([None, Shape(1), Shape(2), Shape(None)]),
+)
+
+
+@dataclass
+class Arrival:
+    request: Request
+    step: int
+    priority: int
+    cancelled_after: int | None
+    """Steps"""
+
+
+arrivals = st.builds(
+    Arrival,
+    request=requests,
+    step=st.integers(0, 25),
+    priority=st.integers(0, 2),
+    cancelled_after=st.one_of(st.none(), st.none(), st.integers(0, 10)),
+)
+
+
+@settings(deadline=None, max_examples=60, phases=PHASES)
+@given(
+    st.lists(arrivals, min_size=1, max_size=8),
+    st.integers(20, 60),
+    st.integers(1, 4),
+    st.integers(1, 20),
+    st.sampled_from([WIDE, 0.05, 10]),
+)
+def test_any_schedule_gives_the_plain_text(schedule, pages, rows, prefill_tokens, price) -> None:
+    """With few pages there are preemptions, with few rows there is a queue."""
+    mine = engine(pages, rows, price, prefill_tokens=prefill_tokens)
+    answers: dict[int, Answer] = {}
+    for now in range(5000):
+        for index, arrival in enumerate(schedule):
+            if arrival.step == now:
+                answers[index] = mine.add(replace(arrival.request), arrival.priority)
+            gone = arrival.cancelled_after is not None and now == arrival.step + arrival.cancelled_after
+            if gone and answers[index].finish_reason is None:
+                mine.cancel(answers[index])
+        mine.step()
+        mine.check()
+        if len(answers) == len(schedule) and all(answer.finish_reason for answer in answers.values()):
+            break
+    assert mine.running == mine.waiting == mine.pages.used == 0
+    for index, arrival in enumerate(schedule):
+        expected, found = plain(arrival.request), answers[index]
+        if found.finish_reason == "cancelled":
+            assert found.token_ids == expected.token_ids[: len(found.token_ids)]
+        else:
+            assert found.token_ids == expected.token_ids
+            assert "".join(found.pieces) == expected.text
+            assert found.finish_reason == expected.finish_reason
+
+
+@settings(deadline=None, max_examples=40, phases=PHASES)
+@given(requests, st.lists(st.tuples(st.integers(1, 8), st.sampled_from(DIALS)), max_size=4))
+def test_turning_the_dial_midway_is_turning_it_in_the_plain_decoder(request_, turns) -> None:
+    request_ = replace(request_, shape=request_.shape or Shape())
+    ours, theirs = replace(request_), replace(request_)
+    mine, oracle = engine(), Decoder(checkpoint(), [theirs])
+    answer = mine.add(ours)
+    for steps, dial in [*turns, (1000, DIALS[0])]:
+        for _ in range(steps):
+            if answer.finish_reason is None:
+                mine.step()
+                oracle.step()
+                assert answer.token_ids == oracle.answers[0].token_ids
+        ours.dial = theirs.dial = Dial.parse(dial)
+    assert answer.finish_reason == oracle.answers[0].finish_reason
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree=2", "tree"])
+@pytest.mark.parametrize("dial", DIALS)
+def test_a_window_asked_for_takes_as_many_forwards_as_in_the_plain_decoder(dial: str, shape: str) -> None:
+    wanted = [ask(start, dial, length=60, shape=Shape.parse(shape)) for start in range(6)]
+    mine = engine()
+    found = mine.finish([mine.add(replace(request)) for request in wanted])
+    for request, answer in zip(wanted, found, strict=True):
+        expected = plain(request)
+        assert answer.token_ids == expected.token_ids
+        assert (answer.checked, answer.agreed) == (expected.checked, expected.agreed)
+        assert answer.steps == expected.steps
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str) -> None:
+    dials = ["exact", "exact", "threshold=0.3", "one-token"]
+    wanted = [ask(start, dial, length=40) for start, dial in enumerate(dials)]
+    mine = engine(family=family, prefill_tokens=3)
+    found = mine.finish([mine.add(replace(request)) for request in wanted])
+    assert [answer.token_ids for answer in found] == [plain(request, family).token_ids for request in wanted]
+
+
+def test_the_context_ends_where_it_ends() -> None:
+    """Windows reach past the last position; texts do not."""
+    for family in ("llama", "gpt2"):
+        request = Request([1, 2, 3], Dial("exact"), Sampling(logit_bias={END: -100.0}), 400, block_size=4)
+        mine = engine(family=family)
+        found = mine.finish([mine.add(request)])[0]
+        assert found.token_ids == plain(request, family).token_ids
+        assert len(found.token_ids) == 256 - 3
+
+
+def test_a_beginning_read_once_is_not_read_again() -> None:
+    mine = engine()
+    prompt = list(range(10)) * 3
+    first = mine.finish([mine.add(Request(prompt, Dial("one-token"), max_new_tokens=4))])[0]
+    read: list[int] = []
+    prefill = mine._runner.prefill
+    mine._runner.prefill = lambda chunks: (read.extend(len(chunk.tokens) for chunk in chunks), prefill(chunks))[1]
+    again = mine.finish([mine.add(Request(prompt, Dial("one-token"), max_new_tokens=4))])[0]
+    assert again.token_ids == first.token_ids
+    assert sum(read) == (len(prompt) - 1) % PAGE
+    turn = [*prompt, *first.token_ids, 7, 7]
+    read.clear()
+    mine.finish([mine.add(Request(turn, Dial("one-token"), max_new_tokens=4))])
+    assert sum(read) < 2 * PAGE
+
+
+def test_urgent_rows_push_out_others_and_these_come_back() -> None:
+    mine = engine(rows=1)
+    slow = mine.add(ask(1, length=30), priority=5)
+    mine.step()
+    urgent = mine.add(ask(2, length=5), priority=0)
+    while urgent.finish_reason is None:
+        mine.step()
+    assert slow.finish_reason is None
+    mine.finish([slow])
+    assert slow.token_ids == plain(ask(1, length=30)).token_ids
+
+
+def test_a_long_prompt_does_not_hold_up_the_others() -> None:
+    mine = engine(prefill_tokens=4)
+    first = mine.add(ask(1, "one-token", length=40))
+    mine.step()
+    mine.step()
+    before = len(first.token_ids)
+    long = mine.add(Request([1, 2] * 40, Dial("one-token"), max_new_tokens=2))
+    for _ in range(10):
+        mine.step()
+    assert not long.token_ids
+    assert len(first.token_ids) >= before + 10
+
+
+def test_the_window_follows_the_number_of_rows() -> None:
+    """A forward here costs a fixed price and one per token: wide windows for one row, narrow ones for many."""
+    widths: list[tuple[int, int]] = []
+
+    def run(rows: int) -> None:
+        mine = engine(rows=64, price=0.02)
+        decode = mine._runner.decode
+        mine._runner.decode = lambda batch, layout, reach: (
+            widths.append((rows, layout.width)),
+            decode(batch, layout, reach),
+        )[1]
+        answers = [mine.add(ask(start % 10, length=8)) for start in range(rows)]
+        for _ in range(3):
+            mine.step()
+        assert mine.running == rows or all(answer.finish_reason for answer in answers)
+
+    for rows in (1, 8, 60):
+        run(rows)
+    width = {rows: max(wide for number, wide in widths if number == rows) for rows in (1, 8, 60)}
+    assert width[1] > width[8] > width[60] == 1
+
+
+def test_what_cannot_be_served_is_refused() -> None:
+    mine = engine(pages=10, max_waiting=2)
+    with pytest.raises(MarsError, match="more memory"):
+        mine.add(ask(length=200))
+    with pytest.raises(MarsError, match="empty"):
+        mine.add(Request([], Dial("exact"), block_size=4))
+    for _ in range(2):
+        mine.add(ask(length=4))
+    with pytest.raises(QueueFullError, match="waiting"):
+        mine.add(ask(length=4))
+    with pytest.raises(MarsError, match="at least one row"):
+        Engine(checkpoint(), rows=0)
+
+
+def test_a_cancelled_request_leaves_at_once() -> None:
+    mine = engine(rows=1)
+    first, second = mine.add(ask(1)), mine.add(ask(2))
+    mine.step()
+    mine.cancel(first)
+    mine.cancel(second)
+    assert (first.finish_reason, second.finish_reason) == ("cancelled", "cancelled")
+    assert mine.running == mine.waiting == mine.pages.used == 0
+    mine.check()
+    assert second.generation().tokens_per_forward == 0
