@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any, overload
 
 import torch
 
-from mars.decoding.decoder import Decoder, require_masks
+from mars.decoding.decoder import require_masks
 from mars.decoding.request import Generation, Request
+from mars.engine import Engine
 from mars.errors import MarsError
 from mars.method.dials import Dial
 from mars.method.sampling import Sampling
@@ -26,16 +28,32 @@ def load(
     adapter: str | Path | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
+    rows: int = 64,
+    memory: int | float | None = None,
 ) -> Model:
-    """Load a hub id, a local folder, a local GGUF file, an adapter folder, or the built-in ``smollm2-135m``."""
-    return Model(load_checkpoint(name, adapter=adapter, device=device, dtype=dtype))
+    """Load a hub id, a local folder, a local GGUF file, an adapter folder, or the built-in ``smollm2-135m``.
+
+    ``rows`` is how many requests are decoded together, ``memory`` what their cache may take: bytes, or on a GPU a
+    share of what is free.
+    """
+    return Model(load_checkpoint(name, adapter=adapter, device=device, dtype=dtype), rows=rows, memory=memory)
 
 
 class Model:
     """A model ready to write. Everything it is told about decoding is per call."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, rows: int = 64, memory: int | float | None = None) -> None:
         self.checkpoint = checkpoint
+        self._options: dict[str, Any] = {"rows": rows, "memory": memory}
+        self._engine: Engine | None = None
+
+    def engine(self, block_size: int = 1) -> Engine:
+        """The engine that all calls share; a larger one is made when a call asks for larger blocks."""
+        if self._engine is None or block_size > self._engine.block_size:
+            self._engine = None  # its cache goes before a new one comes
+            trained = self.settings.block_size if self.settings else 1
+            self._engine = Engine(self.checkpoint, block_size=max(block_size, trained), **self._options)
+        return self._engine
 
     @property
     def settings(self) -> Settings | None:
@@ -51,7 +69,14 @@ class Model:
         A prompt is text, a list of messages, or a list of token ids; the options are those of `request`.
         """
         prompts = prompt if _is_batch(prompt) else [prompt]
-        answers = Decoder(self.checkpoint, [self.request(each, **options) for each in prompts]).finish()
+        requests = [self.request(each, **options) for each in prompts]
+        engine = self.engine(max((each.block_size for each in requests), default=1))
+        asked = [engine.add(each) for each in requests]
+        try:
+            answers = engine.finish(asked)
+        finally:
+            for each in asked:
+                engine.cancel(each)  # after an interruption, some may still be running
         return answers if _is_batch(prompt) else answers[0]
 
     def stream(self, prompt: Prompt, **options: Any) -> Stream:
@@ -66,15 +91,16 @@ class Model:
         max_new_tokens: int = 256,
         system: str | None = None,
         stop: str | Sequence[str] = (),
-        window: str | Shape = "chain",
+        window: str | Shape | None = None,
         block_size: int | None = None,
         sampling: Sampling | None = None,
         **sampling_options: Any,
     ) -> Request:
         """Put a prompt and options into a request.
 
-        ``dial``: see `mars.method.dials`; by default the checkpoint's own. ``window``: ``chain``, ``tree`` or
-        ``tree=N``. ``block_size``: tokens one forward predicts, by default what the model was trained with.
+        ``dial``: see `mars.method.dials`; by default the checkpoint's own. ``window``: ``chain``, ``tree``, ``tree=N``,
+        or None for the one that is fastest here and now. ``block_size``: tokens one forward predicts, by default what
+        the model was trained with.
         Further options are those of `Sampling`: temperature, top_k, top_p, min_p, seed, …
         """
         if sampling is not None and sampling_options:
@@ -88,7 +114,7 @@ class Model:
             max_new_tokens=max_new_tokens,
             stop=(stop,) if isinstance(stop, str) else stop,
             block_size=block_size,
-            shape=Shape.parse(window),
+            shape=None if window is None else Shape.parse(window),
         )
 
     def dial(self, dial: str | Dial | None = None) -> Dial:
@@ -106,7 +132,10 @@ class Stream(Iterator[str]):
     def __init__(self, model: Model, request: Request) -> None:
         self._model = model
         self._request = request
-        self._decoder = Decoder(model.checkpoint, [request])
+        self._engine = model.engine(request.block_size)
+        self._answer = self._engine.add(request)
+        self._given = 0
+        weakref.finalize(self, self._engine.cancel, self._answer)
 
     @property
     def dial(self) -> Dial:
@@ -119,18 +148,22 @@ class Stream(Iterator[str]):
     @property
     def result(self) -> Generation:
         """The whole answer; runs to its end if it is not there yet."""
-        return self._decoder.finish()[0]
+        result = self._engine.finish([self._answer])[0]
+        self._given = len(result.pieces)
+        return result
 
     @property
     def text(self) -> str:
         """What has been written so far."""
-        return "".join(self._decoder.answers[0].pieces)
+        return "".join(self._answer.pieces)
 
     def __next__(self) -> str:
-        if not self._decoder.running:
-            raise StopIteration
-        self._decoder.step()
-        return self._decoder.answers[0].pieces[-1]
+        while self._given == len(self._answer.pieces):
+            if self._answer.finish_reason is not None:
+                raise StopIteration
+            self._engine.step()
+        self._given += 1
+        return self._answer.pieces[self._given - 1]
 
 
 def _is_batch(prompt: Any) -> bool:

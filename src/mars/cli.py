@@ -43,7 +43,10 @@ DialOption = Annotated[
     str | None,
     typer.Option("--dial", help="one-token, exact, relaxed=0.3 or threshold=0.9; default: the model's own."),
 ]
-WindowOption = Annotated[str, typer.Option("--window", help="chain, tree, or tree=N with N mask groups.")]
+WindowOption = Annotated[
+    str | None,
+    typer.Option("--window", help="chain, tree, or tree=N with N mask groups; default: the fastest here and now."),
+]
 TokensOption = Annotated[int, typer.Option("--max-new-tokens", help="Longest answer, in tokens.")]
 TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.")]
@@ -56,7 +59,7 @@ def generate(
     model: ModelOption = "smollm2-135m",
     adapter: AdapterOption = None,
     dial: DialOption = None,
-    window: WindowOption = "chain",
+    window: WindowOption = None,
     max_new_tokens: TokensOption = 256,
     temperature: TemperatureOption = 0.0,
     seed: SeedOption = None,
@@ -90,7 +93,7 @@ def chat(
     model: ModelOption = "smollm2-135m",
     adapter: AdapterOption = None,
     dial: DialOption = None,
-    window: WindowOption = "chain",
+    window: WindowOption = None,
     max_new_tokens: TokensOption = 512,
     temperature: TemperatureOption = 0.0,
     seed: SeedOption = None,

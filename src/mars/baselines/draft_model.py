@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mars.baselines.common import believed, mask_token, open_answer, without_mask
 from mars.baselines.jacobi import count_matches
-from mars.decoding.attention import NAME
+from mars.decoding.attention import use_windows
 from mars.decoding.cache import Cache
 from mars.decoding.decoder import require_masks
 from mars.decoding.forward import forward
@@ -26,7 +26,7 @@ class _Drafter:
     """The draft model with its own cache; it may be a MARS model itself and guess by its own dial."""
 
     def __init__(self, checkpoint: Checkpoint, dial: Dial, capacity: int) -> None:
-        checkpoint.module.set_attn_implementation(NAME)
+        use_windows(checkpoint.module)
         self.checkpoint = checkpoint
         self.dial = dial
         self.masks = checkpoint.settings.block_size - 1 if dial.uses_masks and checkpoint.settings else 0
@@ -64,7 +64,7 @@ def draft_model(
         raise MarsError(f"{draft.name} cannot draft for {target.name}: their vocabularies differ")
     require_masks(draft, Dial.parse(draft_dial))
     answer = open_answer(target, request)
-    target.module.set_attn_implementation(NAME)
+    use_windows(target.module)
     masks = request.block_size - 1 if target_masks else 0
     capacity = len(request.prompt) + answer.limit + (drafts + 1) * (masks + 1)
     drafter = _Drafter(draft, Dial.parse(draft_dial), capacity)

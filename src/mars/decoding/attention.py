@@ -59,7 +59,7 @@ class WindowAttention:
     slides: bool = False
     slots: Tensor = field(init=False)
     positions: Tensor = field(init=False)
-    _masks: dict[int | None, Tensor] = field(init=False, default_factory=dict)
+    _masks: dict[tuple[int | None, int], Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         width = self.batch.tokens.shape[1]
@@ -71,17 +71,18 @@ class WindowAttention:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, sliding: int | None, **options: Any
     ) -> Tensor:
         keys, values = self.cache.write(layer, key, value, self.slots, self.length)
-        if sliding not in self._masks:
-            self._masks[sliding] = self._mask(sliding)
-        return dense_attention(query, keys, values, self._masks[sliding], **options)
+        folds = query.shape[1] // key.shape[1]
+        if (sliding, folds) not in self._masks:
+            self._masks[sliding, folds] = self._mask(sliding).repeat(1, folds, 1)[:, None]
+        return dense_attention(query, keys, values, self._masks[sliding, folds], **options)
 
     def _mask(self, sliding: int | None) -> Tensor:
-        """(rows, 1, width, length): which slots a query sees."""
+        """(rows, width, length): which slots a query sees."""
         visible = self._causal() if self.batch.visible is None else self._tree(self.batch.visible)
         if sliding is not None:
             visible &= self.positions[:, :, None] - self._slot_positions()[:, None] < sliding
         visible[:, :, 0] |= self.slots == self.cache.trash  # padding sees one slot: a softmax needs something
-        return visible[:, None]
+        return visible
 
     def _causal(self) -> Tensor:
         last = torch.where(self.slots == self.cache.trash, -1, self.slots)
@@ -143,11 +144,10 @@ def dense_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Heads that share keys are folded, so that each key is read once; ``mask`` (rows, 1, width, slots)."""
+    """Heads that share keys are folded, so that each key is read once; ``mask`` is (rows, 1, folds x width, slots)."""
     rows, heads, width, size = query.shape
     shared = key.shape[1]
     folded = query.reshape(rows, shared, heads // shared * width, size)
-    mask = mask.repeat(1, 1, heads // shared, 1)
     if softcap is None and sinks is None:
         out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
     else:
@@ -171,6 +171,12 @@ def spelled_out(
 
 
 AttentionInterface.register(NAME, attend)
+
+
+def use_windows(model: PreTrainedModel) -> None:
+    """Switch a model to our attention, if it is not."""
+    if model.config._attn_implementation != NAME:
+        model.set_attn_implementation(NAME)
 
 
 @contextmanager

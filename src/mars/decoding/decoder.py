@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mars.decoding.attention import NAME
+from mars.decoding.attention import use_windows
 from mars.decoding.cache import Cache
 from mars.decoding.forward import forward
 from mars.decoding.request import Answer, Generation, Request
@@ -79,7 +79,7 @@ class Decoder:
         self._cache = Cache(len(requests), max(map(_slots, self.answers), default=0))
         self._set_sampling([each.sampling.seeded() for each in requests])
         self._seen, self._counts = self._count_prompts()
-        checkpoint.module.set_attn_implementation(NAME)
+        use_windows(checkpoint.module)
 
     @property
     def running(self) -> bool:

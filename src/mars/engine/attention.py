@@ -33,7 +33,7 @@ class PagedWindows:
     calls: int = 0
     slides: bool = False
     _where: tuple[Tensor, Tensor] = field(init=False)
-    _masks: dict[int | None, Tensor] = field(init=False, default_factory=dict)
+    _masks: dict[tuple[int | None, int], Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         places = torch.arange(self.layout.width, device=self.table.device)
@@ -53,12 +53,13 @@ class PagedWindows:
     ) -> Tensor:
         self.cache.write(layer, key, value, *self._where)
         keys, values = self.cache.read(layer, self.table)
-        if sliding not in self._masks:
-            self._masks[sliding] = self._mask(sliding)
-        return dense_attention(query, keys, values, self._masks[sliding], **options)
+        folds = query.shape[1] // key.shape[1]
+        if (sliding, folds) not in self._masks:
+            self._masks[sliding, folds] = self._mask(sliding).repeat(1, folds, 1)[:, None]
+        return dense_attention(query, keys, values, self._masks[sliding, folds], **options)
 
     def _mask(self, sliding: int | None) -> Tensor:
-        """(rows, 1, width, tokens): a token sees the row's cache, and in the window what the layout lets it see."""
+        """(rows, width, tokens): a token sees the row's cache, and in the window what the layout lets it see."""
         width = self.layout.width
         place = torch.arange(self.table.shape[1] * self.cache.page_size, device=self.table.device)
         inside = (place - self.cursors[:, None])[:, None].expand(-1, width, -1)
@@ -68,4 +69,4 @@ class PagedWindows:
             offsets = self.offsets.gather(1, inside[:, 0].clamp(0, width - 1))
             positions = torch.where(inside[:, 0] < 0, place, self.cursors[:, None] + offsets)
             visible &= self.positions[:, :, None] - positions[:, None] < sliding
-        return visible[:, None]
+        return visible

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mars.decoding.attention import NAME
+from mars.decoding.attention import use_windows
 from mars.decoding.forward import check_layers
 from mars.models.checkpoint import Checkpoint
 
@@ -46,7 +46,7 @@ class _Probe:
 @torch.inference_mode()
 def layer_shapes(checkpoint: Checkpoint) -> list[LayerShape]:
     """What each layer stores, found out by running a token through the model."""
-    checkpoint.module.set_attn_implementation(NAME)
+    use_windows(checkpoint.module)
     probe, token = _Probe(), torch.zeros(1, 1, dtype=torch.long, device=checkpoint.device)
     checkpoint.module(input_ids=token, position_ids=token, use_cache=False, windows=probe)
     check_layers(checkpoint, probe)

@@ -110,7 +110,7 @@ class Engine:
         return answer
 
     def cancel(self, answer: Answer) -> None:
-        """Stop a request at once; its answer keeps what has come out so far."""
+        """Stop a request at once, if it is not finished; its answer keeps what has come out so far."""
         for row in [*self._waiting, *self._running]:
             if row.answer is answer:
                 answer.cancel()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mars.decoding.attention import NAME
+from mars.decoding.attention import use_windows
 from mars.decoding.forward import check_layers, within
 from mars.engine.attention import PagedWindows
 from mars.engine.cache import PagedCache
@@ -130,7 +130,7 @@ class Runner:
 
     def _forward(self, tokens: Tensor, windows: PagedWindows, keep: int) -> Tensor:
         positions = within(self.checkpoint.context, windows.positions)
-        self.checkpoint.module.set_attn_implementation(NAME)
+        use_windows(self.checkpoint.module)
         output = self.checkpoint.module(
             input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep, windows=windows
         )
