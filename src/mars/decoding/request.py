@@ -37,6 +37,8 @@ class Generation:
     agreed: int
     """Of those, how many are that choice"""
     seconds: float
+    times: list[float]
+    """When each forward's tokens came, in seconds since the request was made"""
     draft_forwards: int = 0
     """Forwards of a separate draft model, where one was used"""
 
@@ -114,6 +116,7 @@ class Answer:
         self.token_ids: list[int] = []
         self.steps: list[int] = []
         self.pieces: list[str] = []
+        self.times: list[float] = []
         self.checked = 0
         self.agreed = 0
         self.draft_forwards = 0
@@ -140,6 +143,7 @@ class Answer:
                 self._seconds = time.perf_counter() - self._started
                 break
         self.steps.append(taken)
+        self.times.append(time.perf_counter() - self._started)
         self.pieces.append(piece)
         return taken
 
@@ -177,6 +181,7 @@ class Answer:
             checked=self.checked,
             agreed=self.agreed,
             seconds=self._seconds,
+            times=self.times,
             draft_forwards=self.draft_forwards,
         )
 

@@ -71,6 +71,8 @@ class Engine:
         longest = min(pages, -(-((checkpoint.context or pages * page_size) + self._margin) // page_size))
         self._state = State(rows, self.block_size - 1, longest, checkpoint.vocabulary, checkpoint.device)
         self._runner = Runner(checkpoint, self._state, PagedCache(shapes, pages, page_size, checkpoint.device))
+        self.steps = 0
+        """Forwards in which rows decoded"""
         self._cost = cost
         self._prefill_tokens = prefill_tokens
         self._max_waiting = max_waiting
@@ -130,6 +132,7 @@ class Engine:
         self._prefill()
         rows = self._ready()
         if rows:
+            self.steps += 1
             layout = self._layout(rows)
             terms = [row.terms(layout) for row in rows]
             reach = max(row.cursor for row in rows) + layout.width
