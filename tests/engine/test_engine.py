@@ -104,10 +104,11 @@ arrivals = st.builds(
     st.integers(1, 4),
     st.integers(1, 20),
     st.sampled_from([WIDE, 0.05, 10]),
+    st.integers(0, 2),
 )
-def test_any_schedule_gives_the_plain_text(schedule, pages, rows, prefill_tokens, price) -> None:
+def test_any_schedule_gives_the_plain_text(schedule, pages, rows, prefill_tokens, price, ahead) -> None:
     """With few pages there are preemptions, with few rows there is a queue."""
-    mine = engine(pages, rows, price, prefill_tokens=prefill_tokens)
+    mine = engine(pages, rows, price, prefill_tokens=prefill_tokens, ahead=ahead)
     answers: dict[int, Answer] = {}
     for now in range(5000):
         for index, arrival in enumerate(schedule):

@@ -7,7 +7,9 @@ the least urgent row gives its own back and waits; what it wrote is kept, what i
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
 
 import torch
@@ -20,7 +22,7 @@ from mars.engine.costs import measured_costs
 from mars.engine.layout import Layout
 from mars.engine.pages import Pages
 from mars.engine.rows import Row
-from mars.engine.runner import Batch, Chunk, Runner, Terms
+from mars.engine.runner import Batch, Chunk, Result, Runner, Terms
 from mars.engine.state import Place, State
 from mars.errors import MarsError
 from mars.method.windows import Shape
@@ -33,6 +35,17 @@ GPU_SHARE = 0.5
 
 class QueueFullError(MarsError):
     """No more requests are taken for now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was launched and whose outcome the host has not seen yet."""
+
+    rows: list[Row]
+    visits: list[int]
+    terms: list[Terms]
+    layout: Layout
+    result: Result
 
 
 class Engine:
@@ -48,13 +61,15 @@ class Engine:
         prefill_tokens: int = 512,
         max_waiting: int | None = None,
         block_size: int | None = None,
+        ahead: int | None = None,
         cost: Cost | None = None,
     ) -> None:
         """``rows`` run at once. ``memory`` for the cache: bytes, or a share of what is free on the device.
 
         ``prefill_tokens`` of prompts are read per step, so that a long one does not hold up the others. Requests may
-        ask for blocks of at most ``block_size``, by default the model's own. ``cost``: seconds of a forward by rows
-        and layout; measured, if it is not given.
+        ask for blocks of at most ``block_size``, by default the model's own. The device may be ``ahead`` of the host
+        by so many steps: one on a GPU, which then never waits. ``cost``: seconds of a forward by rows and layout;
+        measured, if it is not given.
         """
         shapes = layer_shapes(checkpoint)
         per_page = page_size * sum(shape.bytes_per_token for shape in shapes)
@@ -76,6 +91,8 @@ class Engine:
         self._cost = cost
         self._prefill_tokens = prefill_tokens
         self._max_waiting = max_waiting
+        self._ahead = int(checkpoint.device.type == "cuda") if ahead is None else ahead
+        self._flights: deque[Flight] = deque()
         self._waiting: list[Row] = []
         self._running: list[Row] = []
         self._slots = list(range(rows, 0, -1))
@@ -132,12 +149,38 @@ class Engine:
         self._prefill()
         rows = self._ready()
         if rows:
-            self.steps += 1
-            layout = self._layout(rows)
-            terms = [row.terms(layout) for row in rows]
-            reach = max(row.cursor for row in rows) + layout.width
-            records = self._runner.decode(self._batch_of(terms), layout, reach).tolist()
-            self._commit(rows, terms, layout, records)
+            self._launch(rows)
+        while len(self._flights) > (self._ahead if rows else 0):
+            self._land()
+
+    def _launch(self, rows: list[Row]) -> None:
+        self.steps += 1
+        layout = self._layout(rows)
+        terms = [row.terms(layout) for row in rows]
+        reach = max(self._furthest(row) for row in rows) + layout.width
+        result = self._runner.decode(self._batch_of(terms), layout, reach)
+        self._flights.append(Flight(rows, [row.visit for row in rows], terms, layout, result))
+
+    def _furthest(self, row: Row) -> int:
+        """How far the row's cursor may be by now."""
+        return row.cursor + len(self._flights) * self.block_size
+
+    def _land(self) -> None:
+        """Commit the outcome of the oldest flight; rows that have left since then do not take part."""
+        flight = self._flights.popleft()
+        checked = False
+        there = zip(flight.rows, flight.visits, flight.terms, flight.result.read(), strict=True)
+        for row, visit, terms, record in there:
+            if row.slot is None or row.visit != visit:
+                continue
+            if outcome := row.commit(terms, flight.layout, record):
+                self.acceptance.observe(*outcome)
+                checked = True
+            self._learn(row)
+            if row.answer.finish_reason is not None:
+                self._leave(row)
+        if not checked:
+            self.acceptance.fade()
 
     def check(self) -> None:
         """Raise if a page is lost or in two places, or a slot is."""
@@ -158,7 +201,7 @@ class Engine:
             least = max(self._running, default=None)
             if least is None or least.urgency[0] <= row.urgency[0]:
                 return
-            self._preempt(least)
+            self._preempt_or_land(least)
 
     def _enter(self, row: Row) -> bool:
         """Give the row a slot and pages for its text and a window, sharing what is known; False if there are none."""
@@ -169,6 +212,7 @@ class Engine:
             self.pages.release(shared)
             return False
         row.slot = self._slots.pop()
+        row.visit += 1
         row.pages = []
         self._grow(row, [*shared, *self.pages.take(wanted)])
         row.cursor = len(shared) * self.pages.size
@@ -179,10 +223,13 @@ class Engine:
             self._put([row])
         return True
 
-    def _preempt(self, row: Row) -> None:
-        """Send a row back to wait. It keeps its text and its claims."""
-        self._leave(row)
-        heapq.heappush(self._waiting, row)
+    def _preempt_or_land(self, row: Row) -> None:
+        """Send a row back to wait; it keeps its text and its claims, so these must be known first."""
+        if self._flights:
+            self._land()
+        else:
+            self._leave(row)
+            heapq.heappush(self._waiting, row)
 
     def _leave(self, row: Row) -> None:
         if row.slot is None:
@@ -196,11 +243,11 @@ class Engine:
         """Rows that can take a step, with pages for it; where there are too few, the least urgent row leaves."""
         for row in sorted(self._running):
             while row.slot is not None and row.is_prefilled:
-                missing = self._pages_for(row.cursor + self._margin) - len(row.pages)
+                missing = self._pages_for(self._furthest(row) + self._margin) - len(row.pages)
                 if missing <= self.pages.available:
                     self._grow(row, self.pages.take(max(0, missing)))
                     break
-                self._preempt(max(self._running))
+                self._preempt_or_land(max(self._running))
         if self._moved:
             self._state.set_pages(self._moved)
             self._moved = []
@@ -262,20 +309,6 @@ class Engine:
         if self._batch is None or self._batch[0] != terms:
             self._batch = terms, Batch.of(terms, self.checkpoint)
         return self._batch[1]
-
-    def _commit(
-        self, rows: Sequence[Row], terms: Sequence[Terms], layout: Layout, records: Sequence[list[int]]
-    ) -> None:
-        checked = False
-        for row, term, record in zip(rows, terms, records, strict=True):
-            if outcome := row.commit(term, layout, record):
-                self.acceptance.observe(*outcome)
-                checked = True
-            self._learn(row)
-            if row.answer.finish_reason is not None:
-                self._leave(row)
-        if not checked:
-            self.acceptance.fade()
 
     def _learn(self, row: Row) -> None:
         """Make full pages known, for others to share."""

@@ -27,6 +27,10 @@ class Row:
     """How many tokens of the text are cached"""
     slot: int | None = None
     """Its place among the running rows; None while it waits"""
+    visit: int = 0
+    """How often it has been given one"""
+    trusts: bool = False
+    """Did the last step launched for it trust its masks?"""
     pages: list[int] = field(default_factory=list)
     learnt: int = 0
     """How many of its pages are full and known"""
@@ -56,7 +60,7 @@ class Row:
         """The least that the row's next window needs."""
         request = self.request
         needs = Layout()
-        if self.settled and self.claims:  # they were emitted: they have to be fed
+        if (self.settled and self.claims) or self.trusts:  # what was emitted on trust has to be fed
             needs |= Layout(trunk=request.block_size)
         if request.dial.uses_masks and not self.chooses_window:
             shape = (request.shape or Shape()) if request.dial.checks else Shape()
@@ -70,6 +74,7 @@ class Row:
             raise RuntimeError("the row is not running")
         own = layout if self.chooses_window else Layout.of(request.shape or Shape(), request.block_size)
         masks = request.block_size - 1 if request.dial.uses_masks else 0
+        self.trusts = request.dial.kind == "threshold"
         return Terms(self.slot, request.dial, self.sampling, max(1, own.groups), masks)
 
     def commit(self, terms: Terms, layout: Layout, record: list[int]) -> tuple[int, int] | None:

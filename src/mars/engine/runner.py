@@ -69,6 +69,26 @@ class Batch:
         )
 
 
+class Result:
+    """What a step decided, on its way to the host."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers
+        self._arrived: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> list[list[int]]:
+        """For each row: claims accepted, masks trusted, drafts, token; for each claim, does it agree; the drafts."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        found: list[list[int]] = self._numbers.tolist()
+        return found
+
+
 class Runner:
     """The model over the rows' state and cache. It knows slots and pages, and nothing of requests."""
 
@@ -101,11 +121,8 @@ class Runner:
         self._forward(sent[:, 3:], windows, keep=1)
 
     @torch.inference_mode()
-    def decode(self, batch: Batch, layout: Layout, reach: int) -> Tensor:
-        """One step of every row; no row's window ends behind ``reach``.
-
-        Returns (rows, …) integers for `read`; the state has moved on already.
-        """
+    def decode(self, batch: Batch, layout: Layout, reach: int) -> Result:
+        """Launch one step of every row; no row's window ends behind ``reach``. The state moves on with it."""
         slots, checks, groups, masks = batch.numbers[:, :4].long().unbind(1)
         split = 4 + DialBatch.NUMBERS
         state = self._state
@@ -126,7 +143,7 @@ class Runner:
         )
         state.commit(slots, fixed.batch.claims, decision, checks.bool(), penalises=batch.features.penalises)
         scalars = [decision.accepted, decision.trusted, decision.draft_count, decision.token]
-        return torch.cat([torch.stack(scalars, 1), decision.agrees, decision.drafts], 1)
+        return Result(torch.cat([torch.stack(scalars, 1), decision.agrees, decision.drafts], 1))
 
     def _forward(self, tokens: Tensor, windows: PagedWindows, keep: int) -> Tensor:
         positions = within(self.checkpoint.context, windows.positions)
