@@ -10,6 +10,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
+
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import (

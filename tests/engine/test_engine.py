@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import random
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -268,3 +272,32 @@ def test_a_cancelled_request_leaves_at_once() -> None:
     assert mine.running == mine.waiting == mine.pages.used == 0
     mine.check()
     assert second.generation().tokens_per_forward == 0
+
+
+def test_a_thousand_requests_leave_nothing_behind() -> None:
+    """Mixed lengths, dials, priorities and cancellations; memory stays where it was after the first few hundred."""
+    draw = random.Random(0)
+    mine = engine(pages=120, rows=16, price=0.02, prefill_tokens=64)
+    going: list[Answer] = []
+    finished, memory = Counter[str | None](), list[int]()
+    asked = 0
+    while asked < 1000 or going:
+        if asked < 1000 and mine.waiting < 4:
+            prompt = [draw.randrange(MASK - 1) for _ in range(draw.randint(1, 40))]
+            sampling = Sampling(temperature=draw.choice([0.0, 1.0]), seed=asked)
+            dial = Dial.parse(draw.choice(DIALS))
+            request = Request(prompt, dial, sampling, draw.randint(1, 30), block_size=draw.randint(2, 4))
+            going.append(mine.add(request, draw.randint(0, 1)))
+            asked += 1
+            if asked % 100 == 0:
+                gc.collect()
+                memory.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
+        if draw.random() < 0.05:
+            mine.cancel(draw.choice(going))
+        mine.step()
+        finished.update(answer.finish_reason for answer in going if answer.finish_reason)
+        going = [answer for answer in going if answer.finish_reason is None]
+    mine.check()
+    assert mine.running == mine.waiting == mine.pages.used == 0
+    assert finished.total() == 1000 and min(finished[reason] for reason in ("stop", "length", "cancelled")) > 20
+    assert memory[-1] - memory[3] < 20e6, memory

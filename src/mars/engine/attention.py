@@ -28,30 +28,37 @@ class PagedWindows:
     """(rows, width): position of a token after the cursor"""
     sight: Tensor
     """(rows, width): how many trunk places a token sees"""
-    lengths: Tensor | None = None
-    """(rows,): places of each window that are not padding; None: all"""
+    lengths: Tensor
+    """(rows,): places of each window that are not padding"""
+    by_kernel: bool = False
+    """With the Triton kernel, which needs a GPU"""
     calls: int = 0
     slides: bool = False
-    _where: tuple[Tensor, Tensor] = field(init=False)
     _masks: dict[tuple[int | None, int], Tensor] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        places = torch.arange(self.layout.width, device=self.table.device)
-        at = self.cursors[:, None] + places
-        size = self.cache.page_size
-        pages = self.table.gather(1, (at // size).clamp(max=self.table.shape[1] - 1))
-        if self.lengths is not None:
-            pages = torch.where(places < self.lengths[:, None], pages, TRASH)
-        self._where = pages, at % size
 
     @property
     def positions(self) -> Tensor:
         return self.cursors[:, None] + self.offsets
 
-    def attend(
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        if self.by_kernel:
+            return self.attend_by_kernel(layer, query, key, value, **options)
+        return self.attend_densely(layer, query, key, value, **options)
+
+    def attend_by_kernel(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        from mars.engine.kernel import attend_and_store
+
+        where = {name: getattr(self, name) for name in ("layout", "table", "cursors", "offsets", "sight", "lengths")}
+        return attend_and_store(query, key, value, self.cache.layers[layer], **where, **options)
+
+    def attend_densely(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, sliding: int | None, **options: Any
     ) -> Tensor:
-        self.cache.write(layer, key, value, *self._where)
+        """The same spelled out, for a CPU and as the kernel's oracle."""
+        places = torch.arange(self.layout.width, device=self.table.device)
+        at, size = self.cursors[:, None] + places, self.cache.page_size
+        pages = self.table.gather(1, (at // size).clamp(max=self.table.shape[1] - 1))
+        self.cache.write(layer, key, value, torch.where(places < self.lengths[:, None], pages, TRASH), at % size)
         keys, values = self.cache.read(layer, self.table)
         folds = query.shape[1] // key.shape[1]
         if (sliding, folds) not in self._masks:

@@ -60,11 +60,12 @@ class Row:
         """The least that the row's next window needs."""
         request = self.request
         needs = Layout()
-        if (self.settled and self.claims) or self.trusts:  # what was emitted on trust has to be fed
+        fed = self.settled or not self.chooses_window  # claims emitted on trust have to be; drafts may be dropped
+        if (self.claims and fed) or self.trusts:
             needs |= Layout(trunk=request.block_size)
         if request.dial.uses_masks and not self.chooses_window:
-            shape = (request.shape or Shape()) if request.dial.checks else Shape()
-            needs |= Layout.of(shape, request.block_size)
+            checks = request.dial.checks or not self.settled  # drafts made before the dial was turned
+            needs |= Layout.of((request.shape if checks else None) or Shape(), request.block_size)
         return needs
 
     def terms(self, layout: Layout) -> Terms:
@@ -75,7 +76,7 @@ class Row:
         own = layout if self.chooses_window else Layout.of(request.shape or Shape(), request.block_size)
         masks = request.block_size - 1 if request.dial.uses_masks else 0
         self.trusts = request.dial.kind == "threshold"
-        return Terms(self.slot, request.dial, self.sampling, max(1, own.groups), masks)
+        return Terms(self.slot, request.dial, self.sampling, max(1, min(own.groups, layout.groups)), masks)
 
     def commit(self, terms: Terms, layout: Layout, record: list[int]) -> tuple[int, int] | None:
         """Take what a step decided; returns how many drafts it checked and how many passed, if it checked any."""

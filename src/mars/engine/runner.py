@@ -129,7 +129,13 @@ class Runner:
         fixed = lay_out(layout, state.pending(slots, groups, masks), self.checkpoint.mask_token_id or 0)
         cursors = state.cursor[slots]
         windows = PagedWindows(
-            self._cache, layout, self._table(slots, reach), cursors, fixed.offsets, sight=fixed.sight
+            self._cache,
+            layout,
+            self._table(slots, reach),
+            cursors,
+            fixed.offsets,
+            sight=fixed.sight,
+            lengths=torch.full_like(cursors, layout.width),
         )
         logits = self._forward(fixed.batch.tokens, windows, keep=layout.width)
         decision = decide(

@@ -94,7 +94,7 @@ class State:
             counts = tally(self._counts[slots], claims, decision)
             self._counts[slots] = counts
             self._seen[slots] |= counts > 0
-        self.cursor[slots] += 1 + decision.accepted
+        self.cursor[slots] = torch.where(slots == NOBODY, 0, self.cursor[slots] + 1 + decision.accepted)
         self.token[slots] = decision.token
         self.settled[slots] = ~checks
         self.count[slots] = torch.where(checks, decision.draft_count, decision.trusted)

@@ -1,0 +1,284 @@
+"""The attention of fixed windows over a paged cache as one Triton kernel.
+
+A program takes the queries of one row that share a key head, all places of the window together, so that the cached
+prefix is read once for all of them. A row's prefix may be divided among several programs; the last of them also attends
+to the window itself, straight from the new keys and values, and stores these in the row's pages on the way. A second
+kernel then puts the parts together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mars.engine.layout import Layout
+
+BLOCK_M = 64
+"""Most queries of a program"""
+BLOCK_N = 64
+"""Cached keys read at a time"""
+PROGRAMS = 264
+"""Enough to keep a large GPU busy: rows are divided until there are about this many"""
+MOST_SPLITS = 16
+
+
+LOG2E = tl.constexpr(1.4426950408889634)
+"""Softmax is computed with powers of two"""
+
+
+@triton.jit
+def _accumulate(queries, keys, values, visible, most, total, mixed, CAP: tl.constexpr, PRECISE: tl.constexpr):
+    """One more block of keys and values into a running softmax."""
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee" if PRECISE else "tf32")
+    if CAP > 0:
+        scores = CAP * LOG2E * (2 * tl.sigmoid(2 * scores / (CAP * LOG2E)) - 1)
+    scores = tl.where(visible, scores, float("-inf"))
+    peak = tl.maximum(most, tl.max(scores, 1))
+    safe = tl.where(peak == float("-inf"), 0.0, peak)
+    weights = tl.exp2(scores - safe[:, None])
+    fade = tl.exp2(most - safe)
+    total = total * fade + tl.sum(weights, 1)
+    mixed = mixed * fade[:, None]
+    mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee" if PRECISE else "tf32")
+    return peak, total, mixed
+
+
+@triton.jit
+def _attend(
+    query,
+    new_keys,
+    new_values,
+    keys,
+    values,
+    table,
+    cursors,
+    sight,
+    lengths,
+    offsets,
+    sinks,
+    out,
+    part_mixed,
+    part_most,
+    part_total,
+    scale,
+    query_row,
+    query_head,
+    query_place,
+    key_row,
+    key_head,
+    key_place,
+    value_row,
+    value_head,
+    value_place,
+    table_row,
+    HEADS: tl.constexpr,
+    FOLDS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TRUNK: tl.constexpr,
+    MASKS: tl.constexpr,
+    PAGE: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIZE_UP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    PLACES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SLIDING: tl.constexpr,
+    CAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    PRECISE: tl.constexpr,
+):
+    row, head, split = tl.program_id(0), tl.program_id(1) % HEADS, tl.program_id(2)
+    tile = tl.program_id(1) // HEADS
+    item = tile * QUERIES + tl.arange(0, QUERIES)  # queries of all heads that share these keys, place by place
+    fold, place = item // WIDTH, item % WIDTH
+    real = fold < FOLDS
+    dim = tl.arange(0, SIZE_UP)
+    inside = dim < SIZE
+    at = row * query_row + (head * FOLDS + fold) * query_head + place * query_place
+    queries = tl.load(query + at[:, None] + dim, mask=real[:, None] & inside, other=0.0)
+    queries = (queries * (scale * LOG2E)).to(new_keys.dtype.element_ty)
+
+    most = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    mixed = tl.zeros([QUERIES, SIZE_UP], tl.float32)
+    cursor = tl.load(cursors + row)
+    position = cursor + tl.load(offsets + row * WIDTH + place, mask=real, other=0)
+    if SINKS and split == SPLITS - 1:  # one more score, which attends to nothing
+        most = tl.load(sinks + head * FOLDS + fold, mask=real, other=0.0).to(tl.float32) * LOG2E
+        total += 1.0
+
+    share = tl.cdiv(tl.cdiv(cursor, SPLITS), KEYS) * KEYS
+    first = split * share
+    last = tl.minimum(first + share, cursor)
+    for start in range(first, last, KEYS):
+        token = start + tl.arange(0, KEYS)
+        there = token < last
+        page = tl.load(table + row * table_row + token // PAGE, mask=there, other=0)
+        where = ((page * HEADS + head) * PAGE + token % PAGE) * SIZE
+        block = where[:, None] + dim
+        some = there[:, None] & inside
+        old_keys = tl.load(keys + block, mask=some, other=0.0)
+        old_values = tl.load(values + block, mask=some, other=0.0)
+        visible = there[None, :] & real[:, None]
+        if SLIDING > 0:
+            visible = visible & (position[:, None] - token[None, :] < SLIDING)
+        most, total, mixed = _accumulate(queries, old_keys, old_values, visible, most, total, mixed, CAP, PRECISE)
+
+    if split == SPLITS - 1:
+        sees = tl.load(sight + row * WIDTH + place, mask=real, other=0)
+        length = tl.load(lengths + row)
+        for start in tl.static_range(0, WIDTH, PLACES):
+            other = start + tl.arange(0, PLACES)
+            there = other < WIDTH
+            some = there[:, None] & inside
+            fresh_keys = tl.load(
+                new_keys + row * key_row + head * key_head + other[:, None] * key_place + dim, mask=some, other=0.0
+            )
+            fresh_values = tl.load(
+                new_values + row * value_row + head * value_head + other[:, None] * value_place + dim,
+                mask=some,
+                other=0.0,
+            )
+            if tile == 0:
+                token = cursor + other
+                kept = there & (other < length)
+                page = tl.load(table + row * table_row + token // PAGE, mask=kept, other=0)
+                where = ((page * HEADS + head) * PAGE + token % PAGE) * SIZE
+                block = where[:, None] + dim
+                tl.store(keys + block, fresh_keys, mask=kept[:, None] & inside)
+                tl.store(values + block, fresh_values, mask=kept[:, None] & inside)
+            visible = (other[None, :] < TRUNK) & (other[None, :] < sees[:, None])
+            if MASKS > 0:
+                mine, group_of = (place - TRUNK) // MASKS, (other - TRUNK) // MASKS
+                group = (mine[:, None] == group_of[None, :]) & (place >= TRUNK)[:, None] & (other >= TRUNK)[None, :]
+                visible = visible | (group & (other[None, :] <= place[:, None]))
+            visible = visible & there[None, :] & real[:, None]
+            if SLIDING > 0:
+                theirs = cursor + tl.load(offsets + row * WIDTH + other, mask=there, other=0)
+                visible = visible & (position[:, None] - theirs[None, :] < SLIDING)
+            most, total, mixed = _accumulate(
+                queries, fresh_keys, fresh_values, visible, most, total, mixed, CAP, PRECISE
+            )
+
+    if SPLITS == 1:
+        result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+        at = ((row * WIDTH + place) * (HEADS * FOLDS) + head * FOLDS + fold) * SIZE
+        tl.store(out + at[:, None] + dim, result.to(out.dtype.element_ty), mask=real[:, None] & inside)
+    else:
+        part = ((row * HEADS + head) * SPLITS + split) * (FOLDS * WIDTH) + item
+        tl.store(part_most + part, most, mask=real)
+        tl.store(part_total + part, total, mask=real)
+        tl.store(part_mixed + part[:, None] * SIZE + dim, mixed, mask=real[:, None] & inside)
+
+
+@triton.jit
+def _join(
+    part_mixed,
+    part_most,
+    part_total,
+    out,
+    HEADS: tl.constexpr,
+    FOLDS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIZE_UP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_UP: tl.constexpr,
+):
+    """One query: its parts weighted by how much of the softmax each of them saw."""
+    row, item = tl.program_id(0), tl.program_id(1)
+    head, rest = item // (FOLDS * WIDTH), item % (FOLDS * WIDTH)
+    fold, place = rest // WIDTH, rest % WIDTH
+    split, dim = tl.arange(0, SPLITS_UP), tl.arange(0, SIZE_UP)
+    inside = dim < SIZE
+    part = ((row * HEADS + head) * SPLITS + split) * (FOLDS * WIDTH) + rest
+    most = tl.load(part_most + part, mask=split < SPLITS, other=float("-inf"))
+    total = tl.load(part_total + part, mask=split < SPLITS, other=0.0)
+    weight = tl.exp2(most - tl.max(most, 0))
+    mixed = tl.load(part_mixed + part[:, None] * SIZE + dim, mask=(split < SPLITS)[:, None] & inside, other=0.0)
+    result = tl.sum(mixed * weight[:, None], 0) / tl.sum(total * weight, 0)
+    at = ((row * WIDTH + place) * (HEADS * FOLDS) + head * FOLDS + fold) * SIZE
+    tl.store(out + at + dim, result.to(out.dtype.element_ty), mask=inside)
+
+
+def attend_and_store(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    store: tuple[Tensor, Tensor],
+    *,
+    layout: Layout,
+    table: Tensor,
+    cursors: Tensor,
+    offsets: Tensor,
+    sight: Tensor,
+    lengths: Tensor,
+    scale: float,
+    sliding: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """Attend (rows, heads, width, size) queries to pages and window, and store the window in the pages."""
+    keys, values = store
+    rows, heads, width, size = query.shape
+    shared, page = keys.shape[1:3]
+    folds = heads // shared
+    queries = max(16, min(BLOCK_M, triton.next_power_of_2(folds * width)))
+    tiles = triton.cdiv(folds * width, queries)
+    if splits is None:
+        splits = min(MOST_SPLITS, max(1, PROGRAMS // (rows * shared * tiles)))
+    out = torch.empty(rows, width, heads, size, dtype=query.dtype, device=query.device)
+    part_shape = (rows, shared, splits, folds * width) if splits > 1 else (1,)
+    part_most, part_total = (torch.empty(part_shape, device=query.device) for _ in range(2))
+    part_mixed = torch.empty((*part_shape, size), device=query.device)
+    shape: dict[str, Any] = {
+        "HEADS": shared,
+        "FOLDS": folds,
+        "WIDTH": width,
+        "SIZE": size,
+        "SIZE_UP": max(16, triton.next_power_of_2(size)),
+        "SPLITS": splits,
+    }
+    _attend[(rows, shared * tiles, splits)](
+        query,
+        key,
+        value,
+        keys,
+        values,
+        table,
+        cursors,
+        sight,
+        lengths,
+        offsets,
+        query if sinks is None else sinks,
+        out,
+        part_mixed,
+        part_most,
+        part_total,
+        scale,
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        table.stride(0),
+        **shape,
+        TRUNK=layout.trunk,
+        MASKS=layout.masks,
+        PAGE=page,
+        QUERIES=queries,
+        KEYS=BLOCK_N,
+        PLACES=max(16, min(64, triton.next_power_of_2(width))),
+        SLIDING=sliding or 0,
+        CAP=softcap or 0.0,
+        SINKS=sinks is not None,
+        PRECISE=query.dtype == torch.float32,
+    )
+    if splits > 1:
+        parts = (part_mixed, part_most, part_total)
+        _join[(rows, heads * width)](*parts, out, **shape, SPLITS_UP=triton.next_power_of_2(splits))
+    return out
