@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 import yaml
-from provenance import collect
 
+from mars.evaluation.provenance import collect
 from mars.method.streams import Pack
 from mars.training.evaluation import evaluate
 from mars.training.prepare import Prepared, prepare

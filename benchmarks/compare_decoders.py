@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import provenance
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -23,6 +22,7 @@ from mars import Generation, Model
 from mars.baselines import block_cache, draft_model, jacobi, sliding_window
 from mars.decoding.decoder import Decoder
 from mars.decoding.request import Request
+from mars.evaluation.provenance import collect
 
 PROMPTS = [
     "Why is the sky blue?",
@@ -118,7 +118,7 @@ def main() -> None:
         table.add_row(*cells)
     Console(width=120).print(table)
     if options.out:
-        found = {"provenance": provenance.collect(), "prompts": prompts, "rows": rows}
+        found = {"provenance": collect(), "prompts": prompts, "rows": rows}
         options.out.write_text(json.dumps(found, indent=2))
 
 

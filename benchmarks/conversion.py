@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import collect
 
 import mars
 from mars.decoding.attention import own_attention
 from mars.decoding.request import Generation
+from mars.evaluation.provenance import collect
 from mars.models import Checkpoint
 from mars.training.rows import read_rows, to_prompt
 

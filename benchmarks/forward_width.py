@@ -11,13 +11,13 @@ import statistics
 import time
 from pathlib import Path
 
-import provenance
 import torch
 
 import mars
 from mars.decoding.attention import NAME
 from mars.decoding.cache import Cache
 from mars.decoding.forward import forward
+from mars.evaluation.provenance import collect
 from mars.method.windows import lay_out
 from mars.models import Checkpoint
 from mars.models.layout import store_by_columns, store_by_rows
@@ -59,7 +59,7 @@ def main() -> None:
             rows.append({"weights": layout, "width": width, "milliseconds": taken, "ratio_to_one": taken / base})
             print(f"weights {layout:10}  width {width:3}  {taken:7.1f} ms  {taken / base:.2f}x", flush=True)
     if options.out:
-        options.out.write_text(json.dumps({"provenance": provenance.collect(), "rows": rows}, indent=2))
+        options.out.write_text(json.dumps({"provenance": collect(), "rows": rows}, indent=2))
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import collect
 from transformers import TrainerCallback
 
+from mars.evaluation.provenance import collect
 from mars.training.chats import Document
 from mars.training.packing import pack
 from mars.training.prepare import Prepared

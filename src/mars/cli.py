@@ -173,6 +173,43 @@ def distill(
 
 
 @app.command()
+def bench(
+    dials: Annotated[str, typer.Option(help='Dials with commas between; a window may follow one: "exact tree".')],
+    batch_sizes: Annotated[str, typer.Option(help="How many requests run at once, with commas between.")],
+    out: Annotated[Path, typer.Option(help="JSON file to write; a table and plots go beside it.")],
+    model: ModelOption = "smollm2-135m",
+    adapter: AdapterOption = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSONL file of prompts or messages; default: built in.")] = None,
+    peers: Annotated[
+        str | None, typer.Option(help="Of transformers, vllm, block-cache=16, sliding-window, with commas between.")
+    ] = None,
+    max_new_tokens: TokensOption = 256,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: the device's.")] = None,
+    min_requests: Annotated[int, typer.Option(help="Fewest requests of a measurement.")] = 16,
+) -> None:
+    """Measure dials and peers side by side: speed, cost of a forward, agreement."""
+    from mars.evaluation.bench import bench as run
+    from mars.evaluation.plan import make_plan
+    from mars.evaluation.tables import terminal
+
+    plan = make_plan(
+        model=model,
+        adapter=adapter,
+        dials=dials,
+        batch_sizes=batch_sizes,
+        peers=peers,
+        prompts=prompts,
+        max_new_tokens=max_new_tokens,
+        dtype=dtype,
+        min_requests=min_requests,
+        out=out,
+    )
+    rows, files = run(_load(model, adapter, None, dtype).checkpoint, plan)
+    Console(width=None if sys.stdout.isatty() else 160).print(terminal(rows))
+    typer.echo("wrote " + ", ".join(map(str, files)))
+
+
+@app.command()
 def demo() -> None:
     """Show one-token, exact and threshold side by side on the built-in model."""
     console = Console(highlight=False)
@@ -222,7 +259,7 @@ def _summary(answer: Generation) -> str:
     )
 
 
-def _load(model: str, adapter: str | None, dial: str | None) -> Model:
+def _load(model: str, adapter: str | None, dial: str | None, dtype: str | None = None) -> Model:
     """Load a model, but look at the dial first: a typing mistake should not cost a download."""
     from transformers.utils import logging
 
@@ -236,10 +273,10 @@ def _load(model: str, adapter: str | None, dial: str | None) -> Model:
     if built_in:
         builtin.fetch()  # shows its own progress
     if not built_in and sys.stderr.isatty():
-        return load(model, adapter=adapter)  # may be gigabytes: transformers shows its bars
+        return load(model, adapter=adapter, dtype=dtype)  # may be gigabytes: transformers shows its bars
     logging.disable_progress_bar()
     with Console(stderr=True).status(f"Loading {model} …"):
-        return load(model, adapter=adapter)
+        return load(model, adapter=adapter, dtype=dtype)
 
 
 def _say(console: Console, model: Model, messages: list[dict[str, str]], **options: object) -> str:

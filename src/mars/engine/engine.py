@@ -302,7 +302,7 @@ class Engine:
         shapes = [Shape(groups) for groups in (1, *range(2, max(choosers)), None)]
         candidates = [needed, *(needed | Layout.of(shape, max(choosers)) for shape in shapes)]
         if self._cost is None:
-            self._cost = measured_costs(self._runner, self._state, self.checkpoint)
+            self._cost = measured_costs(self._runner, self._state, self.block_size)
         return best_layout(candidates, self.acceptance.rates(), len(rows), self._cost)
 
     def _batch_of(self, terms: list[Terms]) -> Batch:

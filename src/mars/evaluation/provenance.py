@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 from datetime import UTC, datetime
+from pathlib import Path
 
 import torch
 import transformers
@@ -30,7 +31,12 @@ def collect() -> dict[str, object]:
 
 
 def _commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    """Of this source, where it is a checkout and there is a git to ask."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
     return done.stdout.strip() or "unknown"
 
 

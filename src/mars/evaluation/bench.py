@@ -1,0 +1,106 @@
+"""``mars bench``: every dial and peer at every batch size, on the same prompts, in one run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from mars.api import Model
+from mars.evaluation import tables
+from mars.evaluation.peers import check_model, open_peer
+from mars.evaluation.plan import Plan, split_dial
+from mars.evaluation.plots import draw
+from mars.evaluation.provenance import collect
+from mars.evaluation.speed import Contender, Run, Traffic, cache_memory, measure, to_row, with_dial
+from mars.models import Checkpoint
+
+
+def bench(checkpoint: Checkpoint, plan: Plan) -> tuple[list[dict[str, Any]], list[Path]]:
+    """Measure what the plan says; returns the rows, and the files that hold them."""
+    model = Model(checkpoint)
+    for name in plan.dials:
+        model.dial(split_dial(name)[0])  # raises before anything is measured
+    for name in plan.peers:
+        check_model(name, checkpoint)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        running = _Bench(checkpoint, plan, bar)
+        for batch_size in plan.batch_sizes:
+            running.dials(batch_size)
+        for name in plan.peers:
+            running.peer(name)
+    return running.rows, [plan.out, _table_of(plan.out), *draw(running.rows, plan.out)]
+
+
+class _Bench:
+    """A run so far. The files are written anew after every measurement, so that a killed run leaves whole ones."""
+
+    def __init__(self, checkpoint: Checkpoint, plan: Plan, bar: Progress) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._checkpoint = checkpoint
+        self._plan = plan
+        self._prompts = plan.encode(checkpoint)
+        self._length = max(map(len, self._prompts)) + plan.max_new_tokens
+        self._traffic = Traffic.of(checkpoint)
+        self._one_token: dict[int, Run] = {}
+        """By batch size"""
+        dtype = str(checkpoint.module.dtype).removeprefix("torch.")
+        self._facts = {
+            "options": plan.options() | {"dtype": dtype},
+            "provenance": collect(),
+            "bandwidth_bytes_per_second": self._traffic.bandwidth,
+        }
+        self._bar = bar
+        self._task = bar.add_task("", total=len(plan.batch_sizes) * (len(plan.dials) + len(plan.peers)))
+
+    def dials(self, batch_size: int) -> None:
+        memory = cache_memory(self._checkpoint, batch_size, self._length)
+        model = Model(self._checkpoint, rows=batch_size, memory=memory)
+        for name in self._plan.dials:
+            self._take(with_dial(model, *split_dial(name)), batch_size)
+
+    def peer(self, name: str) -> None:
+        sizes = self._plan.batch_sizes
+        source = self._plan.source(self._checkpoint)
+        with open_peer(name, self._checkpoint, source, max(sizes), self._length) as peer:
+            for batch_size in sizes:
+                self._take(peer, batch_size)
+
+    def _take(self, contender: Contender, batch_size: int) -> None:
+        """Measure one thing and keep the row."""
+        what = f"{tables.title(contender.label)}, batch size {batch_size}"
+        self._bar.update(self._task, description=what)
+        run = measure(
+            contender,
+            self._prompts,
+            self._checkpoint.device,
+            batch_size=batch_size,
+            requests=self._plan.min_requests,
+            max_new_tokens=self._plan.max_new_tokens,
+        )
+        one_token = self._one_token.setdefault(batch_size, run)  # the first dial of each batch size
+        self.rows.append(to_row(contender, batch_size, run, one_token, self._traffic))
+        self._write()
+        self._bar.advance(self._task)
+        if self._bar.disable:
+            self._bar.console.print(f"{what}: {run.tokens_per_second:,.1f} tokens/s", markup=False, highlight=False)
+
+    def _write(self) -> None:
+        _write_whole(self._plan.out, json.dumps(self._facts | {"rows": self.rows}, indent=2) + "\n")
+        _write_whole(_table_of(self._plan.out), tables.markdown(self.rows))
+
+
+def _table_of(out: Path) -> Path:
+    return out.with_suffix(".md")
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Replace a file at once: whoever looks sees the old content or the new."""
+    scratch = path.with_name(f"{path.name}.tmp")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(path)

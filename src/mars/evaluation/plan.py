@@ -1,0 +1,154 @@
+"""What to measure: the options of ``mars bench``, read and checked before a model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from rich.console import Console
+
+from mars.errors import MarsError
+from mars.evaluation.peers import check_peer
+from mars.method.dials import Dial
+from mars.method.windows import Shape
+from mars.models import Checkpoint, builtin
+from mars.models.checkpoint import Prompt
+from mars.models.loading import brings_adapter
+from mars.training.rows import read_rows, to_prompt
+
+PROMPTS: tuple[Prompt, ...] = (
+    "Why is the sky blue?",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "Tom has 3 boxes with 12 apples each. He eats 5 apples. How many are left?",
+    "List the planets of the solar system in order from the sun.",
+    "Summarise the plot of Romeo and Juliet in three sentences.",
+    "Translate into French: The weather is nice today, let us go for a walk.",
+    "Give five tips for sleeping well.",
+    "What is the difference between a virus and a bacterium?",
+    "Write a short poem about the sea in autumn.",
+    "Explain to a child how a rainbow comes about.",
+    "Write an SQL query that finds the ten customers with the largest orders.",
+    "A train leaves at 9:40 and arrives at 13:05. How long is the journey?",
+    "Write a polite email that moves a meeting from Monday to Thursday.",
+    "What were the main causes of the First World War?",
+    "Give a recipe for pancakes with a list of ingredients.",
+    "Compare electric cars and petrol cars in a table with four rows.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    model: str
+    adapter: str | None
+    dials: Sequence[str]
+    """One-token first; a window may stand behind a space"""
+    batch_sizes: Sequence[int]
+    peers: Sequence[str]
+    prompts: Path | None
+    max_new_tokens: int
+    dtype: str | None
+    min_requests: int
+    out: Path
+    questions: Sequence[Prompt]
+    """What the prompts file holds, or `PROMPTS`"""
+
+    def options(self) -> dict[str, object]:
+        """All that was asked for, as JSON knows it."""
+        options = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "questions"}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+
+    def source(self, checkpoint: Checkpoint) -> str | None:
+        """Where others find the very same weights; None if they were put together here."""
+        made_here = self.adapter or brings_adapter(self.model) or self.model == builtin.BASE
+        return None if made_here or self.model.endswith(".gguf") else checkpoint.name
+
+    def encode(self, checkpoint: Checkpoint) -> list[list[int]]:
+        """The prompts' tokens; those are left out that leave too little room for an answer."""
+        encoded = [checkpoint.encode(each) for each in self.questions]
+        context = checkpoint.context
+        fitting = [each for each in encoded if context is None or len(each) + self.max_new_tokens <= context]
+        if not fitting:
+            raise MarsError(
+                f"no prompt leaves room for {self.max_new_tokens} new tokens: {checkpoint.name} holds {context} in all"
+            )
+        return fitting
+
+
+def make_plan(
+    *,
+    model: str,
+    adapter: str | None,
+    dials: str,
+    batch_sizes: str,
+    peers: str | None,
+    prompts: Path | None,
+    max_new_tokens: int,
+    dtype: str | None,
+    min_requests: int,
+    out: Path,
+) -> Plan:
+    """Read the lists, which have commas between their items; raises at the first mistake. Makes ``out``'s folder."""
+    for name, number in (("--max-new-tokens", max_new_tokens), ("--min-requests", min_requests)):
+        if number < 1:
+            raise MarsError(f"{name} must be at least 1, not {number}")
+    turns = _items("--dials", dials)
+    sizes = _items("--batch-sizes", batch_sizes)
+    others = [] if peers is None else _items("--peers", peers)
+    for turn in turns:
+        split_dial(turn)
+    if wrong := [size for size in sizes if not size.isdecimal() or int(size) < 1]:
+        raise MarsError(f"--batch-sizes must be whole numbers of 1 or more, not {wrong[0]!r}")
+    for peer in others:
+        check_peer(peer)
+    return Plan(
+        model=model,
+        adapter=adapter,
+        dials=list(dict.fromkeys(["one-token", *turns])),
+        batch_sizes=sorted({int(size) for size in sizes}),
+        peers=others,
+        prompts=prompts,
+        max_new_tokens=max_new_tokens,
+        dtype=dtype,
+        min_requests=min_requests,
+        out=_checked(out),
+        questions=PROMPTS if prompts is None else read_prompts(prompts),
+    )
+
+
+def split_dial(text: str) -> tuple[str, str | None]:
+    """A dial and its window: ``exact tree``, or None for the engine's own choice."""
+    dial, _, window = text.partition(" ")
+    Dial.parse(dial)
+    if window:
+        Shape.parse(window)
+    return dial, window or None
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The openings of a file's chats, and single questions as text, for models that cannot chat."""
+    bad: list[str] = []
+    chats = [row.messages for row in read_rows(path, on_bad_row=bad.append, convert=to_prompt)]
+    if not chats:
+        raise MarsError(f"{path} has no usable row" + (f": {bad[0]}" if bad else ""))
+    if bad:
+        Console(stderr=True).print(f"skipped {len(bad)} rows, the first: {bad[0]}", markup=False, soft_wrap=True)
+    return [chat[0]["content"] if len(chat) == 1 else chat for chat in chats]
+
+
+def _items(option: str, text: str) -> list[str]:
+    """What stands between the commas, each thing once."""
+    items = list(dict.fromkeys(" ".join(item.split()) for item in text.split(",") if item.strip()))
+    if not items:
+        raise MarsError(f"{option} is empty: give at least one, with commas between them")
+    return items
+
+
+def _checked(out: Path) -> Path:
+    if out.suffix != ".json" or out.is_dir():
+        raise MarsError(f"--out must name a .json file, not {out}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MarsError(f"the folder {out.parent} cannot be made: {error.strerror}") from None
+    return out
