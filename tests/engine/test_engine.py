@@ -175,12 +175,13 @@ def test_every_family(family: str) -> None:
     assert [answer.token_ids for answer in found] == [plain(request, family).token_ids for request in wanted]
 
 
+@pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_context_ends_where_it_ends(family: str) -> None:
+def test_the_context_ends_where_it_ends(family: str, ahead: int) -> None:
     """Windows reach past the last position; texts do not."""
     short = tiny_checkpoint(family, max_position_embeddings=48)
     request = Request([1, 2, 3], Dial("exact"), Sampling(logit_bias={END: -100.0}), 400, block_size=4)
-    mine = Engine(short, rows=1, cost=lambda rows, layout: 1.0)
+    mine = Engine(short, rows=1, page_size=PAGE, ahead=ahead, cost=lambda rows, layout: 1.0)
     found = mine.finish([mine.add(replace(request))])[0]
     assert found.token_ids == Decoder(short, [request]).finish()[0].token_ids
     assert len(found.token_ids) == 48 - 3

@@ -83,7 +83,9 @@ class Engine:
         self.acceptance = Acceptance(self.block_size - 1)
         self._margin = Layout.of(Shape(None), self.block_size).width
         """Places behind a row's text that the widest window of a step may need"""
-        longest = min(pages, -(-((checkpoint.context or pages * page_size) + self._margin) // page_size))
+        self._ahead = int(checkpoint.device.type == "cuda") if ahead is None else ahead
+        most = (checkpoint.context or pages * page_size) + self._margin + self._ahead * self.block_size
+        longest = min(pages, -(-most // page_size))
         self._state = State(rows, self.block_size - 1, longest, checkpoint.vocabulary, checkpoint.device)
         self._runner = Runner(checkpoint, self._state, PagedCache(shapes, pages, page_size, checkpoint.device))
         self.steps = 0
@@ -91,7 +93,6 @@ class Engine:
         self._cost = cost
         self._prefill_tokens = prefill_tokens
         self._max_waiting = max_waiting
-        self._ahead = int(checkpoint.device.type == "cuda") if ahead is None else ahead
         self._flights: deque[Flight] = deque()
         self._waiting: list[Row] = []
         self._running: list[Row] = []
@@ -139,7 +140,8 @@ class Engine:
 
     def finish(self, answers: Sequence[Answer]) -> list[Generation]:
         """Step until these answers are finished."""
-        while any(answer.finish_reason is None for answer in answers):
+        left = answers
+        while left := [answer for answer in left if answer.finish_reason is None]:
             self.step()
         return [answer.generation() for answer in answers]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 from mars.decoding.request import Answer, Request
 from mars.engine.layout import Layout
@@ -31,6 +32,8 @@ class Row:
     """How often it has been given one"""
     trusts: bool = False
     """Did the last step launched for it trust its masks?"""
+    last_terms: Terms | None = None
+    """Of the last step launched for it; the same object as long as nothing changes"""
     pages: list[int] = field(default_factory=list)
     learnt: int = 0
     """How many of its pages are full and known"""
@@ -74,9 +77,13 @@ class Row:
         if self.slot is None:
             raise RuntimeError("the row is not running")
         own = layout if self.chooses_window else Layout.of(request.shape or Shape(), request.block_size)
+        groups = max(1, min(own.groups, layout.groups))
         masks = request.block_size - 1 if request.dial.uses_masks else 0
         self.trusts = request.dial.kind == "threshold"
-        return Terms(self.slot, request.dial, self.sampling, max(1, min(own.groups, layout.groups)), masks)
+        last = self.last_terms
+        if last is None or (last.slot, last.dial, last.groups) != (self.slot, request.dial, groups):
+            self.last_terms = Terms(self.slot, request.dial, self.sampling, groups, masks)
+        return cast(Terms, self.last_terms)
 
     def commit(self, terms: Terms, layout: Layout, record: list[int]) -> tuple[int, int] | None:
         """Take what a step decided; returns how many drafts it checked and how many passed, if it checked any."""

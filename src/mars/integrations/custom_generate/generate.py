@@ -95,21 +95,22 @@ def generate(
 def _decode(model: PreTrainedModel, prompt: Tensor, limit: int, ends: list[int], method: Method) -> Iterator[Tensor]:
     """Continue one prompt; yields the run of tokens that each forward emits."""
     cache = DynamicCache()  # made without a config, sliding layers keep their whole past, so it can be rolled back
-    text, drafts, proposals = prompt, prompt[:0], torch.empty(0)
+    text, drafts, noise = prompt, prompt[:0], None
     while room := limit + len(prompt) - len(text):
-        drafts = drafts[: room - 1]  # the AR model's own token comes behind them
-        masks = min(method.masks, room - 1 - len(drafts))
-        beliefs, policy = _forward(model, cache, text, drafts, masks, method)
-        accepted = method.check(drafts, proposals, beliefs, policy)
-        run = torch.cat([drafts[:accepted], method.draw(_after(accepted, proposals[: len(drafts)], policy))])
+        masks = max(0, min(method.masks, room - 1 - len(drafts)))
+        beliefs, scores = _forward(model, cache, text, drafts, masks, method)
+        noise = method.noise(scores, noise)
+        choices = (scores + noise).argmax(1)
+        accepted = method.check(drafts, choices, beliefs, scores)
+        run = torch.cat([drafts[:accepted], choices[accepted : accepted + 1]])[:room]
         cache.crop(len(text) + accepted - cache.get_seq_length())  # negative: forget masks and failed drafts
 
         # Masks stand behind the last draft; if it or one before it failed, they have guessed on from a wrong text.
-        start = len(drafts) + 1 if accepted == len(drafts) else len(policy)
-        drafts, proposals = method.draw(policy[start:]), policy[start:]
+        start = len(drafts) + 1 if accepted == len(drafts) else len(scores)
+        drafts, noise = choices[start:], noise[start:]
         if not method.checks:
             run = torch.cat([run, drafts[: method.trusted(beliefs[start:])]])
-            drafts = drafts[:0]
+            drafts, noise = drafts[:0], noise[:0]
 
         stops = torch.isin(run, run.new_tensor(ends)).nonzero()
         yield run[: int(stops[0]) + 1] if len(stops) else run
@@ -121,7 +122,7 @@ def _decode(model: PreTrainedModel, prompt: Tensor, limit: int, ends: list[int],
 def _forward(
     model: PreTrainedModel, cache: DynamicCache, text: Tensor, drafts: Tensor, masks: int, method: Method
 ) -> tuple[Tensor, Tensor]:
-    """Beliefs and policy at the last decided token, the drafts and the masks."""
+    """Beliefs and scores at the last decided token, the drafts and the masks."""
     fresh = text[cache.get_seq_length() :]
     window = torch.cat([fresh, drafts, fresh.new_full((masks,), method.mask)])
     tail = 1 + len(drafts) + masks
@@ -129,22 +130,13 @@ def _forward(
     return method.read_logits(output.logits[0, -tail:].to(text.device), text, drafts)
 
 
-def _after(accepted: int, proposals: Tensor, policy: Tensor) -> Tensor:
-    """What the token behind the accepted drafts is drawn from, (1, vocabulary).
-
-    Behind a failed draft that is max(0, p - q): what the drafts drawn from q leave of the AR distribution p.
-    """
-    p = policy[accepted : accepted + 1]
-    rest = (p - proposals[accepted : accepted + 1]).clamp(min=0) if accepted < len(proposals) else p
-    return rest if rest.any() else p  # rounding alone can leave nothing
-
-
 @dataclass(frozen=True)
 class Method:
     """How a call decodes: its dial and its sampling.
 
-    Two distributions matter for a position. *Beliefs* are the model's logits after the repetition penalty. The *policy*
-    is what a token is drawn from: beliefs after temperature and truncation, or all mass on the best token if greedy.
+    Two things matter for a position. *Beliefs* are the model's logits after the repetition penalty. *Scores* are what a
+    token is drawn by: beliefs after temperature and truncation. A draw is the best score after noise (Gumbel's); greedy
+    is a draw without. A draft is drawn and checked with the same noise, so it passes if it is what the AR model draws.
     """
 
     mask: int
@@ -168,34 +160,29 @@ class Method:
         return cls(settings["mask_token_id"], masks, kind != "threshold", value, samples, penalise, truncate)
 
     def read_logits(self, logits: Tensor, text: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
-        """Beliefs and policy, (positions, vocabulary); the mask token is in neither."""
+        """Beliefs and scores, (positions, vocabulary); the mask token is in neither."""
         logits = logits.float()
         logits[:, self.mask] = -math.inf
         seen = torch.cat([text, drafts]).repeat(len(logits), 1)
         later = torch.ones_like(seen[:, len(text) :], dtype=torch.bool).triu()
         seen[:, len(text) :].masked_fill_(later, int(text[-1]))  # a token seen twice is penalised once
         beliefs = self.penalise(seen, logits)
+        return beliefs, self.truncate(seen, beliefs) if self.samples else beliefs
+
+    def noise(self, scores: Tensor, known: Tensor | None) -> Tensor:
+        """For each score: what the drafts were drawn with, then fresh noise."""
+        fresh = torch.zeros_like(scores)
         if self.samples:
-            return beliefs, self.truncate(seen, beliefs).softmax(1)
-        return beliefs, torch.zeros_like(beliefs).scatter_(1, beliefs.argmax(1, keepdim=True), 1.0)
+            fresh = -torch.empty_like(scores).exponential_().log()
+        return fresh if known is None else torch.cat([known, fresh[len(known) :]])
 
-    def draw(self, policy: Tensor) -> Tensor:
-        """A token from each row of a policy, (positions,)."""
-        return torch.multinomial(policy, 1)[:, 0] if self.samples else policy.argmax(1)
-
-    def check(self, drafts: Tensor, proposals: Tensor, beliefs: Tensor, policy: Tensor) -> int:
-        """How many drafts pass, from the left: each, drawn from q, with probability min(1, p / q).
-
-        If greedy, that is: those that are the AR model's choice.
-        """
-        if not len(drafts):
-            return 0
+    def check(self, drafts: Tensor, choices: Tensor, beliefs: Tensor, scores: Tensor) -> int:
+        """How many drafts pass, from the left: those that are the AR model's choice, or by δ close to it."""
         each = torch.arange(len(drafts), device=drafts.device)
-        p, q = policy[each, drafts], proposals[each, drafts]
-        passes = (torch.rand_like(p) if self.samples else torch.zeros_like(p)) * q < p
-        if self.value < 1:
+        passes = drafts == choices[each]
+        if self.value < 1 and len(drafts):
             close = (beliefs[each, drafts] - beliefs[each].amax(1)).exp() >= self.value
-            passes |= close & (p > 0) if self.samples else close  # what truncation removed stays out
+            passes |= close & (scores[each, drafts] > -math.inf)  # what truncation removed stays out
         return _leading(passes)
 
     def trusted(self, beliefs: Tensor) -> int:
