@@ -96,12 +96,16 @@ def smollm() -> mars.Model:
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<end>{% endif %}{% endfor %}"
 
 
-@pytest.fixture(scope="session")
-def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a random model that knows ten letters and was never trained."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
+def save_chat_model(folder: Path, *, trained: bool) -> Path:
+    """A random model that knows ten letters; ``trained``: it has settings as if it were."""
     checkpoint = tiny_checkpoint("llama")
     checkpoint.tokenizer.chat_template = CHAT_TEMPLATE
     checkpoint.tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("<end>|."), "isolated")
-    save_checkpoint(replace(checkpoint, settings=None), folder)
+    save_checkpoint(checkpoint if trained else replace(checkpoint, settings=None), folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random model that was never trained."""
+    return save_chat_model(tmp_path_factory.mktemp("models") / "tiny", trained=False)

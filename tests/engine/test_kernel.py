@@ -36,7 +36,7 @@ def windows_for(layout: Layout, cursors: list[int], counts: list[int], lengths: 
     )
     fixed = lay_out(layout, pending, 0)
     table = torch.randperm(PAGES - 1, generator=torch.Generator().manual_seed(0))[: 12 * len(counts)] + 1
-    where = torch.tensor(cursors, device=DEVICE), fixed.offsets, fixed.sight, torch.tensor(lengths, device=DEVICE)
+    where = torch.tensor(cursors, device=DEVICE), fixed.batch.offsets, fixed.sight, torch.tensor(lengths, device=DEVICE)
     return PagedWindows(cache, layout, table.view(len(counts), 12).to(DEVICE), *where)
 
 

@@ -44,7 +44,7 @@ def test_a_fixed_layout_holds_every_rows_window(batch: list[dict]) -> None:
     )
     fixed = lay_out(layout, pending, MASK)
     sees = visibility(layout, fixed.sight)
-    assert fixed.batch.tokens.shape == fixed.offsets.shape == (len(batch), layout.width)
+    assert fixed.batch.tokens.shape == fixed.batch.offsets.shape == (len(batch), layout.width)
     for index, row in enumerate(batch):
         count = len(row["claims"])
         points = (count,) if row["settled"] else row["shape"].points(count)
@@ -57,7 +57,7 @@ def test_a_fixed_layout_holds_every_rows_window(batch: list[dict]) -> None:
                 where += range(fixed_start, fixed_start + window.masks)
         assert (fixed.batch.groups[index, count + 1 :] == NOWHERE).all()
         assert fixed.batch.tokens[index, where].tolist() == list(window.tokens)
-        assert fixed.offsets[index, where].tolist() == window.offsets()
+        assert fixed.batch.offsets[index, where].tolist() == window.offsets()
         assert torch.equal(sees[index][where][:, where], window.visibility())
         others = [place for place in range(layout.width) if place not in where]
         assert not sees[index][where][:, others].any()

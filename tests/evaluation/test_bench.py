@@ -9,15 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tokenizers import Regex, pre_tokenizers
 
 import mars
 from mars import cli
 from mars.evaluation import bench
 from mars.evaluation.peers import open_peer
 from mars.evaluation.speed import measure, with_dial
-from mars.models import save_checkpoint
-from tests.conftest import CHAT_TEMPLATE, tiny_checkpoint
+from tests.conftest import save_chat_model, tiny_checkpoint
 
 KEYS = {
     *("window", "batch_size", "requests", "tokens", "seconds", "tokens_per_second", "tokens_per_forward", "forwards"),
@@ -30,12 +28,7 @@ SMALL = ("--max-new-tokens", "20", "--min-requests", "3")
 @pytest.fixture(scope="module")
 def mars_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model that calls itself trained."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    checkpoint = tiny_checkpoint("llama")
-    checkpoint.tokenizer.chat_template = CHAT_TEMPLATE
-    checkpoint.tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("<end>|."), "isolated")
-    save_checkpoint(checkpoint, folder)
-    return folder
+    return save_chat_model(tmp_path_factory.mktemp("models") / "tiny", trained=True)
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mars.baselines.common import believed, mask_token, open_answer, without_mask
-from mars.decoding.attention import NAME
+from mars.decoding.attention import use_windows
 from mars.decoding.cache import Cache
 from mars.decoding.forward import forward
 from mars.decoding.request import Answer, Generation, Request
@@ -64,7 +64,7 @@ def block_cache(checkpoint: Checkpoint, requests: Sequence[Request], cached_bloc
     if cached_block < 1:
         raise MarsError(f"cached_block must be at least 1, not {cached_block}")
     mask = mask_token(checkpoint)
-    checkpoint.module.set_attn_implementation(NAME)
+    use_windows(checkpoint.module)
     rows = [_Row(open_answer(checkpoint, request)) for request in requests]
     cache = Cache(len(rows), max(len(row.text) + row.answer.limit + row.answer.request.block_size for row in rows))
     while not all(row.finished for row in rows):

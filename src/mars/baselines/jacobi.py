@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mars.baselines.common import open_answer, without_mask
-from mars.decoding.attention import NAME
+from mars.decoding.attention import use_windows
 from mars.decoding.cache import Cache
 from mars.decoding.forward import forward
 from mars.decoding.request import Generation, Request
@@ -17,7 +17,7 @@ from mars.models.checkpoint import Checkpoint
 def jacobi(checkpoint: Checkpoint, request: Request) -> Generation:
     """Guess ``block_size - 1`` tokens ahead; the first guesses repeat the prompt's last token. Lossless."""
     answer = open_answer(checkpoint, request)
-    checkpoint.module.set_attn_implementation(NAME)
+    use_windows(checkpoint.module)
     ahead = request.block_size - 1
     cache = Cache(1, len(request.prompt) + answer.limit + ahead)
     cursor, sure = 0, list(request.prompt)

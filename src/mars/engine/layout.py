@@ -69,8 +69,6 @@ class Pending:
 class FixedWindows:
     batch: WindowBatch
     """As `mars.method.dials.decide` wants it"""
-    offsets: Tensor
-    """(rows, width): position after the cursor"""
     sight: Tensor
     """(rows, width): how many trunk places a place sees"""
 
@@ -87,16 +85,13 @@ def lay_out(layout: Layout, pending: Pending, mask_token: int) -> FixedWindows:
     points = torch.where(slot < early, slot, count[:, None])
     behind = torch.arange(layout.masks, device=device)
     mask_offsets = (points[:, :, None] + 1 + behind).flatten(1)
-    tokens = torch.cat(
-        [pending.token[:, None], claims, torch.full_like(mask_offsets, mask_token)],
-        1,
-    )
+    tokens = torch.cat([pending.token[:, None], claims, torch.full_like(mask_offsets, mask_token)], 1)
     place = torch.where(trunk == count[:, None], early, trunk)  # the slot of the group behind this many claims
     attached = ((trunk < early) | (trunk == count[:, None])) & (place < layout.groups)
     batch = WindowBatch(
         tokens=tokens,
-        offsets=tokens,
-        padding=count,
+        offsets=torch.cat([trunk.expand(rows, -1), mask_offsets], 1),
+        padding=torch.zeros_like(count),
         visible=None,
         claims=claims,
         claim_count=count,
@@ -107,11 +102,7 @@ def lay_out(layout: Layout, pending: Pending, mask_token: int) -> FixedWindows:
         tail=layout.width,
     )
     sight = points[:, :, None].expand(rows, layout.groups, layout.masks).flatten(1) + 1
-    return FixedWindows(
-        batch,
-        offsets=torch.cat([trunk.expand(rows, -1), mask_offsets], 1),
-        sight=torch.cat([(trunk + 1).expand(rows, -1), sight], 1),
-    )
+    return FixedWindows(batch, torch.cat([(trunk + 1).expand(rows, -1), sight], 1))
 
 
 def visibility(layout: Layout, sight: Tensor) -> Tensor:

@@ -133,7 +133,7 @@ class Runner:
             layout,
             self._table(slots, reach),
             cursors,
-            fixed.offsets,
+            fixed.batch.offsets,
             sight=fixed.sight,
             lengths=torch.full_like(cursors, layout.width),
         )
