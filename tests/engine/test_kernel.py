@@ -37,7 +37,8 @@ def windows_for(layout: Layout, cursors: list[int], counts: list[int], lengths: 
     fixed = lay_out(layout, pending, 0)
     table = torch.randperm(PAGES - 1, generator=torch.Generator().manual_seed(0))[: 12 * len(counts)] + 1
     where = torch.tensor(cursors, device=DEVICE), fixed.batch.offsets, fixed.sight, torch.tensor(lengths, device=DEVICE)
-    return PagedWindows(cache, layout, table.view(len(counts), 12).to(DEVICE), *where)
+    slots = torch.arange(len(counts), device=DEVICE)
+    return PagedWindows(cache, layout, table.view(len(counts), 12).to(DEVICE), slots, *where)
 
 
 @pytest.mark.parametrize(
@@ -76,3 +77,24 @@ def test_the_kernel_is_dense_attention(
         torch.testing.assert_close(found[row, :length], expected[row, :length], atol=2e-5, rtol=1e-4)
     for mine, theirs in zip(paged.layers[0], dense.layers[0], strict=True):
         assert torch.equal(mine[1:], theirs[1:])  # page 0 is where padding goes
+
+
+def test_pieces_of_one_text_see_each_other() -> None:
+    torch.manual_seed(2)
+    layout, shape = Layout(trunk=16), LayerShape(2, 16, 16, torch.float32)
+    dense, paged = (PagedCache([shape], PAGES, PAGE, DEVICE) for _ in range(2))
+    for one, other in zip(dense.layers[0], paged.layers[0], strict=True):
+        other.copy_(one.normal_())
+    windows = windows_for(layout, [5, 21, 37], [15] * 3, [16, 16, 9], dense)
+    windows.slots.zero_()
+    windows.chained = True
+    query = torch.randn(3, 4, 16, 16, device=DEVICE)
+    key, value = torch.randn(2, 3, 2, 16, 16, device=DEVICE)
+    options = {"scale": 0.3, "sliding": None, "softcap": None, "sinks": None}
+    expected = windows.attend_densely(0, query, key, value, **options)
+    windows.cache = paged
+    found = windows.attend_by_kernel(0, query, key, value, **options)
+    for row, length in enumerate(windows.lengths.tolist()):
+        torch.testing.assert_close(found[row, :length], expected[row, :length], atol=2e-5, rtol=1e-4)
+    for mine, theirs in zip(paged.layers[0], dense.layers[0], strict=True):
+        assert torch.equal(mine[1:], theirs[1:])

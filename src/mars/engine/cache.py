@@ -58,6 +58,8 @@ class PagedCache:
 
     def __init__(self, shapes: list[LayerShape], pages: int, page_size: int, device: torch.device) -> None:
         self.page_size = page_size
+        self.is_even = all(shape.key_size == shape.value_size for shape in shapes)
+        """Are keys as long as values? The kernel wants them to be."""
         self.layers = [
             (
                 _zeros((pages, shape.heads, page_size, shape.key_size), shape.dtype, device),

@@ -41,7 +41,7 @@ def interpolate(points: list[tuple[int, float]], size: int) -> float:
 def _measure(runner: Runner, state: State, rows: int, layout: Layout) -> float:
     """Seconds of a forward of rows that nobody owns."""
     terms = Terms(NOBODY, Dial("exact"), Sampling(seed=0), layout.groups, layout.masks)
-    batch = Batch.of([terms] * rows, runner.checkpoint)
+    batch = Batch.of([terms] * rows, runner.checkpoint.vocabulary)
     state.put([Place(NOBODY, CONTEXT, 0)])
     started = time.perf_counter()
     runner.decode(batch, layout, CONTEXT + layout.width).read()

@@ -25,6 +25,7 @@ from mars.engine.rows import Row
 from mars.engine.runner import Batch, Chunk, Result, Runner, Terms
 from mars.engine.state import Place, State
 from mars.errors import MarsError
+from mars.method.sampling import token_bias
 from mars.method.windows import Shape
 from mars.models.checkpoint import Checkpoint
 
@@ -158,7 +159,7 @@ class Engine:
     def _launch(self, rows: list[Row]) -> None:
         self.steps += 1
         layout = self._layout(rows)
-        terms = [row.terms(layout) for row in rows]
+        terms = [row.terms() for row in rows]
         reach = max(self._furthest(row) for row in rows) + layout.width
         result = self._runner.decode(self._batch_of(terms), layout, reach)
         self._flights.append(Flight(rows, [row.visit for row in rows], terms, layout, result))
@@ -266,7 +267,7 @@ class Engine:
     # --- what runs
 
     def _prefill(self) -> None:
-        """Read prompts, the most urgent first, as many tokens as a step may; rows of similar length together."""
+        """Read prompts, the most urgent first, as many tokens as a step may."""
         left, chunks = self._prefill_tokens, list[tuple[Row, Chunk]]()
         for row in sorted(self._running):
             size = min(left, len(row.text) - 1 - row.cursor)
@@ -277,8 +278,8 @@ class Engine:
         if chunks and self._moved:
             self._state.set_pages(self._moved)
             self._moved = []
-        for length in {len(chunk.tokens).bit_length() for _, chunk in chunks}:
-            self._runner.prefill([chunk for _, chunk in chunks if len(chunk.tokens).bit_length() == length])
+        if chunks:
+            self._runner.prefill([chunk for _, chunk in chunks])
         for row, chunk in chunks:
             row.cursor += len(chunk.tokens)
             self._learn(row)
@@ -292,6 +293,8 @@ class Engine:
             if row.sampling.penalises:
                 prompt = len(row.request.prompt)
                 self._state.remember(row.slot or 0, row.text[:prompt], row.text[prompt:])
+            if row.sampling.logit_bias:
+                self._state.favour(row.slot or 0, token_bias([row.sampling], self.checkpoint.vocabulary, None)[0])
 
     def _layout(self, rows: Sequence[Row]) -> Layout:
         """The window of this step: what some row needs, or else what is fastest for this many rows."""
@@ -309,7 +312,7 @@ class Engine:
 
     def _batch_of(self, terms: list[Terms]) -> Batch:
         if self._batch is None or self._batch[0] != terms:
-            self._batch = terms, Batch.of(terms, self.checkpoint)
+            self._batch = terms, Batch.of(terms, self.checkpoint.vocabulary)
         return self._batch[1]
 
     def _learn(self, row: Row) -> None:

@@ -4,6 +4,9 @@ A program takes the queries of one row that share a key head, all places of the 
 prefix is read once for all of them. A row's prefix may be divided among several programs; the last of them also attends
 to the window itself, straight from the new keys and values, and stores these in the row's pages on the way. A second
 kernel then puts the parts together.
+
+Where windows follow one another in the same text, as the pieces of a prompt do, a kernel of its own stores all of them
+first, and each then finds those before it in the pages.
 """
 
 from __future__ import annotations
@@ -55,6 +58,7 @@ def _attend(
     keys,
     values,
     table,
+    slots,
     cursors,
     sight,
     lengths,
@@ -87,6 +91,7 @@ def _attend(
     KEYS: tl.constexpr,
     PLACES: tl.constexpr,
     SPLITS: tl.constexpr,
+    STORES: tl.constexpr,
     SLIDING: tl.constexpr,
     CAP: tl.constexpr,
     SINKS: tl.constexpr,
@@ -107,6 +112,7 @@ def _attend(
     total = tl.zeros([QUERIES], tl.float32)
     mixed = tl.zeros([QUERIES, SIZE_UP], tl.float32)
     cursor = tl.load(cursors + row)
+    pages = table + tl.load(slots + row) * table_row
     position = cursor + tl.load(offsets + row * WIDTH + place, mask=real, other=0)
     if SINKS and split == SPLITS - 1:  # one more score, which attends to nothing
         most = tl.load(sinks + head * FOLDS + fold, mask=real, other=0.0).to(tl.float32) * LOG2E
@@ -118,7 +124,7 @@ def _attend(
     for start in range(first, last, KEYS):
         token = start + tl.arange(0, KEYS)
         there = token < last
-        page = tl.load(table + row * table_row + token // PAGE, mask=there, other=0)
+        page = tl.load(pages + token // PAGE, mask=there, other=0)
         where = ((page * HEADS + head) * PAGE + token % PAGE) * SIZE
         block = where[:, None] + dim
         some = there[:, None] & inside
@@ -132,7 +138,8 @@ def _attend(
     if split == SPLITS - 1:
         sees = tl.load(sight + row * WIDTH + place, mask=real, other=0)
         length = tl.load(lengths + row)
-        for start in tl.static_range(0, WIDTH, PLACES):
+        seen = WIDTH if STORES else tl.max(tl.where(real, place, 0)) + 1  # nothing behind these can be visible
+        for start in range(0, seen, PLACES):
             other = start + tl.arange(0, PLACES)
             there = other < WIDTH
             some = there[:, None] & inside
@@ -144,10 +151,10 @@ def _attend(
                 mask=some,
                 other=0.0,
             )
-            if tile == 0:
+            if STORES and tile == 0:
                 token = cursor + other
                 kept = there & (other < length)
-                page = tl.load(table + row * table_row + token // PAGE, mask=kept, other=0)
+                page = tl.load(pages + token // PAGE, mask=kept, other=0)
                 where = ((page * HEADS + head) * PAGE + token % PAGE) * SIZE
                 block = where[:, None] + dim
                 tl.store(keys + block, fresh_keys, mask=kept[:, None] & inside)
@@ -206,6 +213,37 @@ def _join(
     tl.store(out + at + dim, result.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _store(
+    new,
+    store,
+    table,
+    slots,
+    cursors,
+    lengths,
+    new_row,
+    new_head,
+    new_place,
+    table_row,
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIZE_UP: tl.constexpr,
+    PLACES: tl.constexpr,
+):
+    """Some places of a window into the row's pages."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    place = tl.program_id(2) * PLACES + tl.arange(0, PLACES)
+    dim = tl.arange(0, SIZE_UP)
+    kept = place < tl.load(lengths + row)
+    some = kept[:, None] & (dim < SIZE)
+    fresh = tl.load(new + row * new_row + head * new_head + place[:, None] * new_place + dim, mask=some, other=0.0)
+    token = tl.load(cursors + row) + place
+    page = tl.load(table + tl.load(slots + row) * table_row + token // PAGE, mask=kept, other=0)
+    where = ((page * HEADS + head) * PAGE + token % PAGE) * SIZE
+    tl.store(store + where[:, None] + dim, fresh, mask=some)
+
+
 def attend_and_store(
     query: Tensor,
     key: Tensor,
@@ -214,10 +252,12 @@ def attend_and_store(
     *,
     layout: Layout,
     table: Tensor,
+    slots: Tensor,
     cursors: Tensor,
     offsets: Tensor,
     sight: Tensor,
     lengths: Tensor,
+    chained: bool,
     scale: float,
     sliding: int | None = None,
     softcap: float | None = None,
@@ -245,6 +285,14 @@ def attend_and_store(
         "SIZE_UP": max(16, triton.next_power_of_2(size)),
         "SPLITS": splits,
     }
+    places = max(16, min(64, triton.next_power_of_2(width)))
+    if chained:
+        sizes = {name: shape[name] for name in ("HEADS", "SIZE", "SIZE_UP")}
+        for new, pages in ((key, keys), (value, values)):
+            _store[(rows, shared, triton.cdiv(width, places))](
+                new, pages, table, slots, cursors, lengths, *new.stride()[:3], table.stride(0), **sizes, PAGE=page,
+                PLACES=places,
+            )  # fmt: skip
     _attend[(rows, shared * tiles, splits)](
         query,
         key,
@@ -252,6 +300,7 @@ def attend_and_store(
         keys,
         values,
         table,
+        slots,
         cursors,
         sight,
         lengths,
@@ -272,7 +321,8 @@ def attend_and_store(
         PAGE=page,
         QUERIES=queries,
         KEYS=BLOCK_N,
-        PLACES=max(16, min(64, triton.next_power_of_2(width))),
+        PLACES=places,
+        STORES=not chained,
         SLIDING=sliding or 0,
         CAP=softcap or 0.0,
         SINKS=sinks is not None,

@@ -78,7 +78,8 @@ def lay_out(layout: Layout, pending: Pending, mask_token: int) -> FixedWindows:
     claims = pending.claims[:, : layout.trunk - 1]
     count = pending.count.clamp(max=layout.trunk - 1)
     trunk = torch.arange(layout.trunk, device=device)
-    early = torch.minimum(torch.where(pending.settled, 1, pending.groups) - 1, count)[:, None]
+    groups = pending.groups.clamp(max=max(1, layout.groups))
+    early = torch.minimum(torch.where(pending.settled, 1, groups) - 1, count)[:, None]
     """Groups attached before the last claim: after 0, 1, … claims"""
 
     slot = torch.arange(layout.groups, device=device)

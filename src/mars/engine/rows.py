@@ -71,13 +71,13 @@ class Row:
             needs |= Layout.of((request.shape if checks else None) or Shape(), request.block_size)
         return needs
 
-    def terms(self, layout: Layout) -> Terms:
-        """How the row takes part in a step with this layout."""
+    def terms(self) -> Terms:
+        """How the row takes part in a step."""
         request = self.request
         if self.slot is None:
             raise RuntimeError("the row is not running")
-        own = layout if self.chooses_window else Layout.of(request.shape or Shape(), request.block_size)
-        groups = max(1, min(own.groups, layout.groups))
+        shape = Shape(None) if self.chooses_window else request.shape or Shape()
+        groups = max(1, Layout.of(shape, request.block_size).groups)
         masks = request.block_size - 1 if request.dial.uses_masks else 0
         self.trusts = request.dial.kind == "threshold"
         last = self.last_terms

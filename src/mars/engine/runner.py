@@ -12,7 +12,7 @@ from mars.decoding.attention import use_windows
 from mars.decoding.forward import check_layers, within
 from mars.engine.attention import PagedWindows
 from mars.engine.cache import PagedCache
-from mars.engine.layout import Layout, lay_out
+from mars.engine.layout import FixedWindows, Layout, lay_out
 from mars.engine.state import State
 from mars.method.dials import Dial, DialBatch, Measure, decide, measures_of
 from mars.method.sampling import Features, Sampling, SamplingBatch, token_bias
@@ -48,23 +48,18 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The rows of a step on the device."""
+    """The rows of a step."""
 
     numbers: Tensor
-    """(rows, …): `Terms.numbers`"""
-    bias: Tensor
+    """(rows, …): `Terms.numbers`, on the host"""
     features: Features
     measures: frozenset[Measure]
 
     @classmethod
-    def of(cls, rows: Sequence[Terms], checkpoint: Checkpoint) -> Batch:
-        samplings = [row.sampling for row in rows]
-        numbers = [row.numbers(checkpoint.vocabulary) for row in rows]
-        bias = token_bias(samplings, checkpoint.vocabulary, checkpoint.mask_token_id)
+    def of(cls, rows: Sequence[Terms], vocabulary: int) -> Batch:
         return cls(
-            send(torch.tensor(numbers, dtype=torch.float64), checkpoint.device),
-            send(bias, checkpoint.device),
-            Features.of(samplings),
+            torch.tensor([row.numbers(vocabulary) for row in rows], dtype=torch.float64),
+            Features.of([row.sampling for row in rows]),
             measures_of([row.dial for row in rows]),
         )
 
@@ -92,75 +87,119 @@ class Result:
 class Runner:
     """The model over the rows' state and cache. It knows slots and pages, and nothing of requests."""
 
+    PIECE = 64
+    """Most places of a window when a prompt is read; longer ones are cut into several windows"""
+
     def __init__(self, checkpoint: Checkpoint, state: State, cache: PagedCache) -> None:
         self.checkpoint = checkpoint
-        self._state = state
-        self._cache = cache
+        self.state = state
+        self.cache = cache
+        self._by_kernel = cache.is_even and checkpoint.device.type == "cuda"
+        self._ban = send(token_bias([Sampling()], checkpoint.vocabulary, checkpoint.mask_token_id), checkpoint.device)
 
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         """Cache pieces of text, all rows together."""
-        layout = Layout(max(len(chunk.tokens) for chunk in chunks))
-        places = list(range(layout.width))
-        numbers = [
-            [chunk.slot, chunk.start, len(chunk.tokens), *chunk.tokens, *[0] * layout.width][: 3 + layout.width]
-            for chunk in chunks
-        ]
-        sent = send(numbers, self._state.device)
-        slots, starts, lengths = sent[:, :3].unbind(1)
-        offsets = send([places] * len(chunks), self._state.device)
-        windows = PagedWindows(
-            self._cache,
-            layout,
-            self._table(slots, max(chunk.start for chunk in chunks) + layout.width),
-            starts,
-            offsets,
-            sight=offsets + 1,
-            lengths=lengths,
-        )
-        self._forward(sent[:, 3:], windows, keep=1)
+        longest = max(len(chunk.tokens) for chunk in chunks)
+        reach = max(chunk.start + len(chunk.tokens) for chunk in chunks)
+        self.read(send(pieces(chunks, min(longest, self.PIECE)), self.state.device), reach)
 
     @torch.inference_mode()
     def decode(self, batch: Batch, layout: Layout, reach: int) -> Result:
         """Launch one step of every row; no row's window ends behind ``reach``. The state moves on with it."""
-        slots, checks, groups, masks = batch.numbers[:, :4].long().unbind(1)
-        split = 4 + DialBatch.NUMBERS
-        state = self._state
-        fixed = lay_out(layout, state.pending(slots, groups, masks), self.checkpoint.mask_token_id or 0)
-        cursors = state.cursor[slots]
-        windows = PagedWindows(
-            self._cache,
-            layout,
-            self._table(slots, reach),
-            cursors,
-            fixed.batch.offsets,
-            sight=fixed.sight,
-            lengths=torch.full_like(cursors, layout.width),
-        )
-        logits = self._forward(fixed.batch.tokens, windows, keep=layout.width)
+        numbers = send(batch.numbers, self.state.device)
+        return Result(self.step(numbers, layout, batch.features, batch.measures, reach))
+
+    def read(self, numbers: Tensor, reach: int | None = None) -> None:
+        """Run windows (slot, start, length, tokens …) of prompts through the model, on the device alone."""
+        slots, starts, lengths = numbers[:, :3].unbind(1)
+        tokens = numbers[:, 3:]
+        offsets = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        layout = Layout(tokens.shape[1])
+        self._forward(tokens, self._windows(layout, slots, starts, offsets, offsets + 1, lengths, reach, True), keep=1)
+
+    def step(
+        self,
+        numbers: Tensor,
+        layout: Layout,
+        features: Features,
+        measures: frozenset[Measure],
+        reach: int | None = None,
+    ) -> Tensor:
+        """Lay the windows out, run them, decide, and move the state on, all on the device; returns the decisions."""
+        fixed, cursors, lengths, slots = self.prepare(numbers, layout)
+        windows = self._windows(layout, slots, cursors, fixed.batch.offsets, fixed.sight, lengths, reach)
+        logits = self._forward(fixed.batch.tokens, windows, keep=0).view(*fixed.batch.tokens.shape, -1)
+        return self.conclude(numbers, fixed, logits, features, measures)
+
+    def prepare(self, numbers: Tensor, layout: Layout) -> tuple[FixedWindows, Tensor, Tensor, Tensor]:
+        """What the rows feed: their windows, cursors, lengths and slots."""
+        slots, _, groups, masks = numbers[:, :4].long().unbind(1)
+        fixed = lay_out(layout, self.state.pending(slots, groups, masks), self.checkpoint.mask_token_id or 0)
+        cursors = self.state.cursor[slots]
+        return fixed, cursors, torch.full_like(cursors, layout.width), slots
+
+    def conclude(
+        self,
+        numbers: Tensor,
+        fixed: FixedWindows,
+        logits: Tensor,
+        features: Features,
+        measures: frozenset[Measure],
+    ) -> Tensor:
+        """What the rows emit, and the state behind it."""
+        state, split = self.state, 4 + DialBatch.NUMBERS
+        slots, checks = numbers[:, :2].long().unbind(1)
+        bias = self._ban + state.bias(slots) if features.biases else self._ban
         decision = decide(
             fixed.batch,
             logits,
-            DialBatch(batch.numbers[:, 4:split], batch.measures),
-            SamplingBatch(batch.numbers[:, split:], batch.bias, batch.features),
-            positions=cursors,
+            DialBatch(numbers[:, 4:split], measures),
+            SamplingBatch(numbers[:, split:], bias, features),
+            positions=state.cursor[slots],
             settled=state.settled[slots],
-            **(state.history(slots) if batch.features.penalises else {}),
+            **(state.history(slots) if features.penalises else {}),
         )
-        state.commit(slots, fixed.batch.claims, decision, checks.bool(), penalises=batch.features.penalises)
+        state.commit(slots, fixed.batch.claims, decision, checks.bool(), penalises=features.penalises)
         scalars = [decision.accepted, decision.trusted, decision.draft_count, decision.token]
-        return Result(torch.cat([torch.stack(scalars, 1), decision.agrees, decision.drafts], 1))
+        return torch.cat([torch.stack(scalars, 1), decision.agrees, decision.drafts], 1)
+
+    def _windows(
+        self,
+        layout: Layout,
+        slots: Tensor,
+        cursors: Tensor,
+        offsets: Tensor,
+        sight: Tensor,
+        lengths: Tensor,
+        reach: int | None,
+        chained: bool = False,
+    ) -> PagedWindows:
+        table = self.state.table
+        where = (slots, cursors, offsets, sight, lengths, reach, chained)
+        return PagedWindows(self.cache, layout, table, *where, by_kernel=self._by_kernel)
 
     def _forward(self, tokens: Tensor, windows: PagedWindows, keep: int) -> Tensor:
+        """Logits of the last ``keep`` tokens, or of all if it is 0."""
         positions = within(self.checkpoint.context, windows.positions)
         use_windows(self.checkpoint.module)
         output = self.checkpoint.module(
-            input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep, windows=windows
+            input_ids=tokens.flatten()[None],
+            position_ids=positions.flatten()[None],
+            use_cache=False,
+            logits_to_keep=keep,
+            windows=windows,
         )
         check_layers(self.checkpoint, windows)
         logits: Tensor = output.logits
         return logits
 
-    def _table(self, slots: Tensor, reach: int) -> Tensor:
-        """The rows' tables as far as they matter."""
-        return self._state.table[slots, : -(-reach // self._cache.page_size)]
+
+def pieces(chunks: Sequence[Chunk], width: int) -> list[list[int]]:
+    """Chunks as windows of one width: slot, start, length and tokens of each."""
+    return [
+        [chunk.slot, chunk.start + first, len(part), *part, *[0] * (width - len(part))]
+        for chunk in chunks
+        for first in range(0, len(chunk.tokens), width)
+        for part in [chunk.tokens[first : first + width]]
+    ]

@@ -44,6 +44,7 @@ class State:
         self.table = torch.zeros(slots + 1, pages, dtype=torch.long, device=device)
         self._seen: Tensor | None = None
         self._counts: Tensor | None = None
+        self._bias: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -77,6 +78,17 @@ class State:
         seen = torch.bincount(torch.tensor(prompt, dtype=torch.long), minlength=self.vocabulary) + counts > 0
         self._seen[slot] = send(seen, self.device)
 
+    def favour(self, slot: int, bias: Tensor) -> None:
+        """Note what is added to a row's logits."""
+        if self._bias is None:
+            self._bias = torch.zeros(self.slots + 1, self.vocabulary, device=self.device)
+        self._bias[slot] = send(bias, self.device)
+
+    def bias(self, slots: Tensor) -> Tensor:
+        if self._bias is None:
+            raise RuntimeError("no row with a bias was announced")
+        return self._bias[slots]
+
     def pending(self, slots: Tensor, groups: Tensor, masks: Tensor) -> Pending:
         return Pending(
             self.token[slots], self.claims[slots], self.count[slots], self.settled[slots], groups=groups, masks=masks
@@ -94,7 +106,7 @@ class State:
             counts = tally(self._counts[slots], claims, decision)
             self._counts[slots] = counts
             self._seen[slots] |= counts > 0
-        self.cursor[slots] = torch.where(slots == NOBODY, 0, self.cursor[slots] + 1 + decision.accepted)
+        self.cursor[slots] += torch.where(slots == NOBODY, 0, 1 + decision.accepted)
         self.token[slots] = decision.token
         self.settled[slots] = ~checks
         self.count[slots] = torch.where(checks, decision.draft_count, decision.trusted)

@@ -88,11 +88,15 @@ class Features:
     greedy: bool = True
     truncates: bool = False
     penalises: bool = False
+    biases: bool = False
 
     @classmethod
     def of(cls, rows: Sequence[Sampling]) -> Features:
         return cls(
-            all(row.greedy for row in rows), any(row.truncates for row in rows), any(row.penalises for row in rows)
+            greedy=all(row.greedy for row in rows),
+            truncates=any(row.truncates for row in rows),
+            penalises=any(row.penalises for row in rows),
+            biases=any(row.logit_bias for row in rows),
         )
 
 
