@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, overload
 
 import torch
+from rich.progress import Progress
 
 from mars.decoding.decoder import require_masks
 from mars.decoding.request import Generation, Request
@@ -54,6 +55,18 @@ class Model:
             trained = self.settings.block_size if self.settings else 1
             self._engine = Engine(self.checkpoint, block_size=max(block_size, trained), **self._options)
         return self._engine
+
+    def warm_up(self, bar: Progress | None = None, rows: int | None = None) -> None:
+        """Have the engine ready for so many requests at once, all that it takes by default, before the first comes.
+
+        On a GPU this compiles and records its steps: a minute or two the first time, less from then on. Shown in
+        ``bar`` if one is given.
+        """
+        task = None
+        for done, total in self.engine().warm_up(rows):
+            if bar is not None:
+                task = bar.add_task("warming up") if task is None else task
+                bar.update(task, completed=done, total=total)
 
     @property
     def settings(self) -> Settings | None:

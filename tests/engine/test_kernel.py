@@ -51,7 +51,7 @@ def windows_for(layout: Layout, cursors: list[int], counts: list[int], lengths: 
     ],
     ids=["grouped", "sliding", "capped", "sinks"],
 )
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_kernel_is_dense_attention(
     name: str, heads: int, shared: int, size: int, special: dict, splits: int

@@ -20,7 +20,7 @@ from tests.conftest import save_chat_model, tiny_checkpoint
 KEYS = {
     *("window", "batch_size", "requests", "tokens", "seconds", "tokens_per_second", "tokens_per_forward", "forwards"),
     *("ms_per_forward", "ratio_to_one_token", "agreement", "same_text", "bandwidth_share", "peak_memory_bytes"),
-    *("ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99"),
+    *("width", "ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99"),
 }
 SMALL = ("--max-new-tokens", "20", "--min-requests", "3")
 
@@ -72,8 +72,9 @@ def test_everything(mars_model: Path, tmp_path: Path, run, capsys: pytest.Captur
     loose = ("threshold=0.3 auto", "block-cache=4 None", "sliding-window None")
     assert set(rows) == {f"{name} {size}" for name in lossless + loose for size in (1, 2)}
     for row in rows.values():
+        assert (row["width"] is None) == ("peer" in row)
         assert set(row) - {"dial", "peer"} == KEYS and ("dial" in row) != ("peer" in row)
-        assert all(row[key] is not None for key in KEYS - {"window"})
+        assert all(row[key] is not None for key in KEYS - {"window", "width"})
         assert row["requests"] == (3 if row["batch_size"] == 1 else 4)
         assert row["tokens_per_second"] == row["tokens"] / row["seconds"]
         assert row["ms_per_forward"] == 1000 * row["seconds"] / row["forwards"]
@@ -140,7 +141,8 @@ def test_vllm(mars_model: Path, tmp_path: Path, run, vllm: list[tuple[str, dict]
     assert row["same_text"] == row["tokens_per_forward"] == 1
     assert row["ttft_ms_p50"] == pytest.approx(100)
     unknown = {key for key in KEYS if row[key] is None}
-    assert unknown == {"window", "forwards", "ms_per_forward", "bandwidth_share", "agreement", "peak_memory_bytes"}
+    known = {"batch_size", "requests", "tokens", "seconds", "tokens_per_second", "tokens_per_forward", "same_text"}
+    assert KEYS - unknown == known | {"ratio_to_one_token", *(key for key in KEYS if key.startswith(("ttft", "tpot")))}
 
 
 def test_vllm_gets_a_folder_of_what_was_put_together_here(vllm: list[tuple[str, dict]]) -> None:

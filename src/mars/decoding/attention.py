@@ -102,6 +102,7 @@ class WindowAttention:
         return self.slots.clamp(max=self.length)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend(
     module: nn.Module,
     query: Tensor,

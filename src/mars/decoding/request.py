@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -30,8 +30,6 @@ class Generation:
     dial: str
     steps: list[int]
     """Tokens emitted by each forward"""
-    pieces: list[str]
-    """Text emitted by each forward"""
     checked: int
     """Tokens for which the AR model's own choice is known"""
     agreed: int
@@ -41,6 +39,12 @@ class Generation:
     """When each forward's tokens came, in seconds since the request was made"""
     draft_forwards: int = 0
     """Forwards of a separate draft model, where one was used"""
+    spell: Callable[[], list[str]] = field(default=list, repr=False, compare=False)
+
+    @property
+    def pieces(self) -> list[str]:
+        """Text emitted by each forward"""
+        return self.spell()
 
     @property
     def tokens(self) -> int:
@@ -101,7 +105,10 @@ class Request:
 
 
 class Answer:
-    """What has come out of a request so far. Cuts exactly at an end token, a stop string or the length."""
+    """What has come out of a request so far. Cuts exactly at an end token, a stop string or the length.
+
+    Tokens become text when somebody asks for it, or at once where a stop string may be in it.
+    """
 
     def __init__(
         self,
@@ -115,13 +122,20 @@ class Answer:
         """Most tokens the answer can have: what was asked for, or what the model's context leaves"""
         self.token_ids: list[int] = []
         self.steps: list[int] = []
-        self.pieces: list[str] = []
         self.times: list[float] = []
         self.checked = 0
         self.agreed = 0
         self.draft_forwards = 0
         self.finish_reason: FinishReason | None = None
+        self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer)
+        self._pieces: list[str] = []
+        self._spelt = 0
+        """Tokens that have become text"""
+        self._loose = ""
+        """Text that is not in a piece yet"""
+        self._end = 0
+        """Tokens whose pieces are made"""
         self._stops = StopStrings(request.stop)
         self._end_tokens = end_tokens
         self._started = time.perf_counter()
@@ -132,20 +146,41 @@ class Answer:
         """How many tokens may still come."""
         return self.limit - len(self.token_ids)
 
+    @property
+    def pieces(self) -> list[str]:
+        """Text emitted by each forward so far"""
+        for step in self.steps[len(self._pieces) :]:
+            self._end += step
+            self._spell(self._end)
+            if self._end == len(self.token_ids) and self.finish_reason and not self._stops.hit:
+                self._loose += self._stops.feed(self._detokenizer.flush()) + self._stops.flush()
+            self._pieces.append(self._loose)
+            self._loose = ""
+        return self._pieces
+
+    @property
+    def text(self) -> str:
+        if self._stops or self._spelt:
+            return "".join(self.pieces)
+        return self._tokenizer.decode(self._written(0, len(self.token_ids)), skip_special_tokens=True)
+
     def emit(self, tokens: Sequence[int]) -> int:
         """Take one forward's tokens, as many as fit; returns how many that were."""
-        piece, taken = "", 0
+        before = len(self.token_ids)
         for token in tokens:
-            taken += 1
-            piece += self._take(token)
+            self.token_ids.append(token)
+            if self._stops:
+                self._spell(len(self.token_ids))
+            if token in self._end_tokens or self._stops.hit:
+                self.finish_reason = "stop"
+            elif self.room <= 0:
+                self.finish_reason = "length"
             if self.finish_reason:
-                piece += "" if self._stops.hit else self._flush()
                 self._seconds = time.perf_counter() - self._started
                 break
-        self.steps.append(taken)
+        self.steps.append(len(self.token_ids) - before)
         self.times.append(time.perf_counter() - self._started)
-        self.pieces.append(piece)
-        return taken
+        return self.steps[-1]
 
     def commit(
         self, claims: list[int], settled: bool, accepted: int, token: int, trusted: list[int], agrees: list[bool]
@@ -172,30 +207,24 @@ class Answer:
         if self.finish_reason is None:
             raise RuntimeError("the answer is not finished")
         return Generation(
-            text="".join(self.pieces),
+            text=self.text,
             token_ids=self.token_ids,
             finish_reason=self.finish_reason,
             dial=str(self.request.dial),
             steps=self.steps,
-            pieces=self.pieces,
             checked=self.checked,
             agreed=self.agreed,
             seconds=self._seconds,
             times=self.times,
             draft_forwards=self.draft_forwards,
+            spell=lambda: self.pieces,
         )
 
-    def _take(self, token: int) -> str:
-        self.token_ids.append(token)
-        if token in self._end_tokens:
-            self.finish_reason = "stop"
-            return ""
-        piece = self._stops.feed(self._detokenizer.feed(token))
-        if self._stops.hit:
-            self.finish_reason = "stop"
-        elif self.room <= 0:
-            self.finish_reason = "length"
-        return piece
+    def _spell(self, end: int) -> None:
+        """Turn the tokens up to ``end`` into text."""
+        start, self._spelt = self._spelt, max(end, self._spelt)
+        if start < end:
+            self._loose += self._stops.feed(self._detokenizer.feed(*self._written(start, end)))
 
-    def _flush(self) -> str:
-        return self._stops.feed(self._detokenizer.flush()) + self._stops.flush()
+    def _written(self, start: int, end: int) -> list[int]:
+        return [token for token in self.token_ids[start:end] if token not in self._end_tokens]

@@ -23,9 +23,9 @@ class Detokenizer:
         self._context = 0
         self._done = 0
 
-    def feed(self, token: int) -> str:
-        """Text that this token completes; may be empty."""
-        self._tokens.append(token)
+    def feed(self, *tokens: int) -> str:
+        """Text that these tokens complete; may be empty."""
+        self._tokens += tokens
         piece = self._pending()
         return "" if piece.endswith(BROKEN) else self._release(piece)
 
@@ -53,6 +53,10 @@ class StopStrings:
         self._stops = tuple(stop for stop in stops if stop)
         self._held = ""
         self.hit = False
+
+    def __bool__(self) -> bool:
+        """Is there anything to stop at?"""
+        return bool(self._stops)
 
     def feed(self, piece: str) -> str:
         """Text that is safe to show. Once `hit` is set, nothing more follows."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -19,6 +19,7 @@ from mars.decoding.request import Answer, Generation, Request
 from mars.engine.cache import PagedCache, layer_shapes
 from mars.engine.choice import Acceptance, Cost, best_layout
 from mars.engine.costs import measured_costs
+from mars.engine.graphs import GraphRunner
 from mars.engine.layout import Layout
 from mars.engine.pages import Pages
 from mars.engine.rows import Row
@@ -30,6 +31,8 @@ from mars.method.windows import Shape
 from mars.models.checkpoint import Checkpoint
 
 PAGE_SIZE = 16
+GROWTH = 8
+"""Pages that rows get at a time where there are enough, so that the device need not be told of each"""
 CPU_MEMORY = 2 * 2**30
 GPU_SHARE = 0.5
 
@@ -59,7 +62,7 @@ class Engine:
         rows: int = 64,
         memory: int | float | None = None,
         page_size: int = PAGE_SIZE,
-        prefill_tokens: int = 512,
+        prefill_tokens: int | None = None,
         max_waiting: int | None = None,
         block_size: int | None = None,
         ahead: int | None = None,
@@ -67,11 +70,14 @@ class Engine:
     ) -> None:
         """``rows`` run at once. ``memory`` for the cache: bytes, or a share of what is free on the device.
 
-        ``prefill_tokens`` of prompts are read per step, so that a long one does not hold up the others. Requests may
-        ask for blocks of at most ``block_size``, by default the model's own. The device may be ``ahead`` of the host
-        by so many steps: one on a GPU, which then never waits. ``cost``: seconds of a forward by rows and layout;
-        measured, if it is not given.
+        ``prefill_tokens`` of prompts are read per step, so that a long one does not hold up the others; by default
+        512, and 2048 on a GPU. Requests may ask for blocks of at most ``block_size``, by default the model's own. The
+        device may be ``ahead`` of the host by so many steps: one on a GPU, which then never waits. ``cost``: seconds of
+        a forward by rows and layout; measured, if it is not given.
         """
+        on_gpu = checkpoint.device.type == "cuda"
+        if prefill_tokens is None:
+            prefill_tokens = 2048 if on_gpu else 512
         shapes = layer_shapes(checkpoint)
         per_page = page_size * sum(shape.bytes_per_token for shape in shapes)
         pages = _bytes(memory, checkpoint.device) // per_page
@@ -84,13 +90,19 @@ class Engine:
         self.acceptance = Acceptance(self.block_size - 1)
         self._margin = Layout.of(Shape(None), self.block_size).width
         """Places behind a row's text that the widest window of a step may need"""
-        self._ahead = int(checkpoint.device.type == "cuda") if ahead is None else ahead
+        self._ahead = int(on_gpu) if ahead is None else ahead
         most = (checkpoint.context or pages * page_size) + self._margin + self._ahead * self.block_size
         longest = min(pages, -(-most // page_size))
         self._state = State(rows, self.block_size - 1, longest, checkpoint.vocabulary, checkpoint.device)
-        self._runner = Runner(checkpoint, self._state, PagedCache(shapes, pages, page_size, checkpoint.device))
+        cache = PagedCache(shapes, pages, page_size, checkpoint.device)
+        self._runner = Runner(checkpoint, self._state, cache)
+        if on_gpu:
+            self._runner = GraphRunner(checkpoint, self._state, cache, self.block_size)
+            cost = cost or self._runner.cost
         self.steps = 0
         """Forwards in which rows decoded"""
+        self.places = 0
+        """Sum of their windows' widths"""
         self._cost = cost
         self._prefill_tokens = prefill_tokens
         self._max_waiting = max_waiting
@@ -110,6 +122,14 @@ class Engine:
     @property
     def running(self) -> int:
         return len(self._running)
+
+    def warm_up(self, rows: int | None = None) -> Iterator[tuple[int, int]]:
+        """Get ready for up to so many rows, all by default, as far as that can be done ahead of time.
+
+        Yields how much is done, and of how much.
+        """
+        if isinstance(self._runner, GraphRunner):
+            yield from self._runner.warm_up(min(rows or self._state.slots, self._state.slots), self._prefill_tokens)
 
     def add(self, request: Request, priority: int = 0) -> Answer:
         """Queue a request; the smaller its priority, the sooner it runs. The answer grows as the engine steps."""
@@ -159,6 +179,7 @@ class Engine:
     def _launch(self, rows: list[Row]) -> None:
         self.steps += 1
         layout = self._layout(rows)
+        self.places += layout.width
         terms = [row.terms() for row in rows]
         reach = max(self._furthest(row) for row in rows) + layout.width
         result = self._runner.decode(self._batch_of(terms), layout, reach)
@@ -244,17 +265,31 @@ class Engine:
 
     def _ready(self) -> list[Row]:
         """Rows that can take a step, with pages for it; where there are too few, the least urgent row leaves."""
-        for row in sorted(self._running):
-            while row.slot is not None and row.is_prefilled:
-                missing = self._pages_for(self._furthest(row) + self._margin) - len(row.pages)
-                if missing <= self.pages.available:
-                    self._grow(row, self.pages.take(max(0, missing)))
-                    break
-                self._preempt_or_land(max(self._running))
+        if any(self._lacks(row) > 0 for row in self._running):
+            for row in sorted(self._running):
+                while row.slot is not None and (missing := self._lacks(row, GROWTH)) > 0:
+                    if missing > self.pages.available:
+                        missing = self._lacks(row)  # what is spare is not worth a row
+                    if missing <= self.pages.available:
+                        self._grow(row, self.pages.take(max(0, missing)))
+                        break
+                    self._preempt_or_land(max(self._running))
+        self._tell_pages()
+        return [row for row in self._running if row.is_prefilled]
+
+    def _lacks(self, row: Row, spare: int = 0) -> int:
+        """How many pages the row's next windows need that it has not; with ``spare`` ones, if it may fill them."""
+        if not row.is_prefilled:
+            return 0
+        reach = self._furthest(row) + self._margin
+        if spare:
+            reach = max(reach, min(reach + spare * self.pages.size, row.most + self._margin))
+        return self._pages_for(reach) - len(row.pages)
+
+    def _tell_pages(self) -> None:
         if self._moved:
             self._state.set_pages(self._moved)
             self._moved = []
-        return [row for row in self._running if row.is_prefilled]
 
     def _grow(self, row: Row, pages: list[int]) -> None:
         start = len(row.pages)
@@ -269,17 +304,16 @@ class Engine:
     def _prefill(self) -> None:
         """Read prompts, the most urgent first, as many tokens as a step may."""
         left, chunks = self._prefill_tokens, list[tuple[Row, Chunk]]()
-        for row in sorted(self._running):
+        for row in sorted(row for row in self._running if not row.is_prefilled):
             size = min(left, len(row.text) - 1 - row.cursor)
             if size > 0 and row.slot is not None:
                 tokens = row.text[row.cursor : row.cursor + size]
                 chunks.append((row, Chunk(row.slot, row.cursor, tokens)))
                 left -= size
-        if chunks and self._moved:
-            self._state.set_pages(self._moved)
-            self._moved = []
-        if chunks:
-            self._runner.prefill([chunk for _, chunk in chunks])
+        if not chunks:
+            return
+        self._tell_pages()
+        self._runner.prefill([chunk for _, chunk in chunks])
         for row, chunk in chunks:
             row.cursor += len(chunk.tokens)
             self._learn(row)
@@ -299,8 +333,8 @@ class Engine:
     def _layout(self, rows: Sequence[Row]) -> Layout:
         """The window of this step: what some row needs, or else what is fastest for this many rows."""
         needed = Layout()
-        for row in rows:
-            needed |= row.demand()
+        for demand in {row.demand() for row in rows}:
+            needed |= demand or Layout()
         choosers = [row.request.block_size for row in rows if row.chooses_window]
         if not choosers or max(choosers) < 2:
             return needed

@@ -27,6 +27,8 @@ BLOCK_N = 64
 PROGRAMS = 264
 """Enough to keep a large GPU busy: rows are divided until there are about this many"""
 MOST_SPLITS = 16
+JOINED = 4096
+"""Numbers that a program puts together"""
 
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -50,7 +52,7 @@ def _accumulate(queries, keys, values, visible, most, total, mixed, CAP: tl.cons
     return peak, total, mixed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _attend(
     query,
     new_keys,
@@ -79,6 +81,7 @@ def _attend(
     value_head,
     value_place,
     table_row,
+    splits,
     HEADS: tl.constexpr,
     FOLDS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -90,7 +93,7 @@ def _attend(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     PLACES: tl.constexpr,
-    SPLITS: tl.constexpr,
+    ALONE: tl.constexpr,
     STORES: tl.constexpr,
     SLIDING: tl.constexpr,
     CAP: tl.constexpr,
@@ -114,11 +117,11 @@ def _attend(
     cursor = tl.load(cursors + row)
     pages = table + tl.load(slots + row) * table_row
     position = cursor + tl.load(offsets + row * WIDTH + place, mask=real, other=0)
-    if SINKS and split == SPLITS - 1:  # one more score, which attends to nothing
+    if SINKS and split == splits - 1:  # one more score, which attends to nothing
         most = tl.load(sinks + head * FOLDS + fold, mask=real, other=0.0).to(tl.float32) * LOG2E
         total += 1.0
 
-    share = tl.cdiv(tl.cdiv(cursor, SPLITS), KEYS) * KEYS
+    share = tl.cdiv(tl.cdiv(cursor, splits), KEYS) * KEYS
     first = split * share
     last = tl.minimum(first + share, cursor)
     for start in range(first, last, KEYS):
@@ -135,49 +138,48 @@ def _attend(
             visible = visible & (position[:, None] - token[None, :] < SLIDING)
         most, total, mixed = _accumulate(queries, old_keys, old_values, visible, most, total, mixed, CAP, PRECISE)
 
-    if split == SPLITS - 1:
+    if split == splits - 1:
         sees = tl.load(sight + row * WIDTH + place, mask=real, other=0)
         length = tl.load(lengths + row)
         seen = WIDTH if STORES else tl.max(tl.where(real, place, 0)) + 1  # nothing behind these can be visible
-        for start in range(0, seen, PLACES):
-            other = start + tl.arange(0, PLACES)
-            there = other < WIDTH
-            some = there[:, None] & inside
+        for begin in range(0, seen, PLACES):
+            other = begin + tl.arange(0, PLACES)
+            known = other < WIDTH
+            known_block = known[:, None] & inside
             fresh_keys = tl.load(
-                new_keys + row * key_row + head * key_head + other[:, None] * key_place + dim, mask=some, other=0.0
+                new_keys + row * key_row + head * key_head + other[:, None] * key_place + dim,
+                mask=known_block,
+                other=0.0,
             )
             fresh_values = tl.load(
                 new_values + row * value_row + head * value_head + other[:, None] * value_place + dim,
-                mask=some,
+                mask=known_block,
                 other=0.0,
             )
             if STORES and tile == 0:
-                token = cursor + other
-                kept = there & (other < length)
-                page = tl.load(pages + token // PAGE, mask=kept, other=0)
-                where = ((page * HEADS + head) * PAGE + token % PAGE) * SIZE
-                block = where[:, None] + dim
-                tl.store(keys + block, fresh_keys, mask=kept[:, None] & inside)
-                tl.store(values + block, fresh_values, mask=kept[:, None] & inside)
-            visible = (other[None, :] < TRUNK) & (other[None, :] < sees[:, None])
+                kept = known & (other < length)
+                kept_page = tl.load(pages + (cursor + other) // PAGE, mask=kept, other=0)
+                kept_at = ((kept_page * HEADS + head) * PAGE + (cursor + other) % PAGE) * SIZE
+                kept_block = kept_at[:, None] + dim
+                tl.store(keys + kept_block, fresh_keys, mask=kept[:, None] & inside)
+                tl.store(values + kept_block, fresh_values, mask=kept[:, None] & inside)
+            shown = (other[None, :] < TRUNK) & (other[None, :] < sees[:, None])
             if MASKS > 0:
                 mine, group_of = (place - TRUNK) // MASKS, (other - TRUNK) // MASKS
                 group = (mine[:, None] == group_of[None, :]) & (place >= TRUNK)[:, None] & (other >= TRUNK)[None, :]
-                visible = visible | (group & (other[None, :] <= place[:, None]))
-            visible = visible & there[None, :] & real[:, None]
+                shown = shown | (group & (other[None, :] <= place[:, None]))
+            shown = shown & known[None, :] & real[:, None]
             if SLIDING > 0:
-                theirs = cursor + tl.load(offsets + row * WIDTH + other, mask=there, other=0)
-                visible = visible & (position[:, None] - theirs[None, :] < SLIDING)
-            most, total, mixed = _accumulate(
-                queries, fresh_keys, fresh_values, visible, most, total, mixed, CAP, PRECISE
-            )
+                theirs = cursor + tl.load(offsets + row * WIDTH + other, mask=known, other=0)
+                shown = shown & (position[:, None] - theirs[None, :] < SLIDING)
+            most, total, mixed = _accumulate(queries, fresh_keys, fresh_values, shown, most, total, mixed, CAP, PRECISE)
 
-    if SPLITS == 1:
+    if ALONE:
         result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-        at = ((row * WIDTH + place) * (HEADS * FOLDS) + head * FOLDS + fold) * SIZE
-        tl.store(out + at[:, None] + dim, result.to(out.dtype.element_ty), mask=real[:, None] & inside)
+        target = ((row * WIDTH + place) * (HEADS * FOLDS) + head * FOLDS + fold) * SIZE
+        tl.store(out + target[:, None] + dim, result.to(out.dtype.element_ty), mask=real[:, None] & inside)
     else:
-        part = ((row * HEADS + head) * SPLITS + split) * (FOLDS * WIDTH) + item
+        part = ((row * HEADS + head) * splits + split) * (FOLDS * WIDTH) + item
         tl.store(part_most + part, most, mask=real)
         tl.store(part_total + part, total, mask=real)
         tl.store(part_mixed + part[:, None] * SIZE + dim, mixed, mask=real[:, None] & inside)
@@ -195,22 +197,22 @@ def _join(
     SIZE: tl.constexpr,
     SIZE_UP: tl.constexpr,
     SPLITS: tl.constexpr,
-    SPLITS_UP: tl.constexpr,
+    QUERIES: tl.constexpr,
 ):
-    """One query: its parts weighted by how much of the softmax each of them saw."""
-    row, item = tl.program_id(0), tl.program_id(1)
-    head, rest = item // (FOLDS * WIDTH), item % (FOLDS * WIDTH)
-    fold, place = rest // WIDTH, rest % WIDTH
-    split, dim = tl.arange(0, SPLITS_UP), tl.arange(0, SIZE_UP)
-    inside = dim < SIZE
-    part = ((row * HEADS + head) * SPLITS + split) * (FOLDS * WIDTH) + rest
-    most = tl.load(part_most + part, mask=split < SPLITS, other=float("-inf"))
-    total = tl.load(part_total + part, mask=split < SPLITS, other=0.0)
-    weight = tl.exp2(most - tl.max(most, 0))
-    mixed = tl.load(part_mixed + part[:, None] * SIZE + dim, mask=(split < SPLITS)[:, None] & inside, other=0.0)
-    result = tl.sum(mixed * weight[:, None], 0) / tl.sum(total * weight, 0)
-    at = ((row * WIDTH + place) * (HEADS * FOLDS) + head * FOLDS + fold) * SIZE
-    tl.store(out + at + dim, result.to(out.dtype.element_ty), mask=inside)
+    """Some queries: their parts weighted by how much of the softmax each of them saw."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    item = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)
+    real = item < FOLDS * WIDTH
+    dim = tl.arange(0, SIZE_UP)
+    part = ((row * HEADS + head) * SPLITS + tl.arange(0, SPLITS))[:, None] * (FOLDS * WIDTH) + item
+    most = tl.load(part_most + part, mask=real[None, :], other=0.0)
+    total = tl.load(part_total + part, mask=real[None, :], other=1.0)
+    inside = real[:, None] & (dim < SIZE)
+    mixed = tl.load(part_mixed + part[:, :, None] * SIZE + dim, mask=inside[None, :, :], other=0.0)
+    weight = tl.exp2(most - tl.max(most, 0)[None, :])
+    result = tl.sum(mixed * weight[:, :, None], 0) / tl.sum(total * weight, 0)[:, None]
+    at = ((row * WIDTH + item % WIDTH) * (HEADS * FOLDS) + head * FOLDS + item // WIDTH) * SIZE
+    tl.store(out + at[:, None] + dim, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -265,6 +267,8 @@ def attend_and_store(
     splits: int | None = None,
 ) -> Tensor:
     """Attend (rows, heads, width, size) queries to pages and window, and store the window in the pages."""
+    if not all(each.is_contiguous() for each in (slots, cursors, offsets, sight, lengths)):
+        raise ValueError("where the windows are must be given by contiguous tensors")
     keys, values = store
     rows, heads, width, size = query.shape
     shared, page = keys.shape[1:3]
@@ -272,7 +276,7 @@ def attend_and_store(
     queries = max(16, min(BLOCK_M, triton.next_power_of_2(folds * width)))
     tiles = triton.cdiv(folds * width, queries)
     if splits is None:
-        splits = min(MOST_SPLITS, max(1, PROGRAMS // (rows * shared * tiles)))
+        splits = min(MOST_SPLITS, 1 << (PROGRAMS // (rows * shared * tiles) | 1).bit_length() - 1)  # a power of two
     out = torch.empty(rows, width, heads, size, dtype=query.dtype, device=query.device)
     part_shape = (rows, shared, splits, folds * width) if splits > 1 else (1,)
     part_most, part_total = (torch.empty(part_shape, device=query.device) for _ in range(2))
@@ -283,7 +287,6 @@ def attend_and_store(
         "WIDTH": width,
         "SIZE": size,
         "SIZE_UP": max(16, triton.next_power_of_2(size)),
-        "SPLITS": splits,
     }
     places = max(16, min(64, triton.next_power_of_2(width)))
     if chained:
@@ -315,7 +318,9 @@ def attend_and_store(
         *key.stride()[:3],
         *value.stride()[:3],
         table.stride(0),
+        splits,
         **shape,
+        ALONE=splits == 1,
         TRUNK=layout.trunk,
         MASKS=layout.masks,
         PAGE=page,
@@ -329,6 +334,7 @@ def attend_and_store(
         PRECISE=query.dtype == torch.float32,
     )
     if splits > 1:
-        parts = (part_mixed, part_most, part_total)
-        _join[(rows, heads * width)](*parts, out, **shape, SPLITS_UP=triton.next_power_of_2(splits))
+        together = max(1, JOINED // (splits * shape["SIZE_UP"]))
+        grid = (rows, shared, triton.cdiv(folds * width, together))
+        _join[grid](part_mixed, part_most, part_total, out, **shape, SPLITS=splits, QUERIES=together)
     return out

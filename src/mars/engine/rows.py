@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import cast
 
 from mars.decoding.request import Answer, Request
 from mars.engine.layout import Layout
@@ -51,6 +50,11 @@ class Row:
         return self.answer.request
 
     @property
+    def most(self) -> int:
+        """Tokens that its text may have in the end"""
+        return len(self.request.prompt) + self.answer.limit
+
+    @property
     def is_prefilled(self) -> bool:
         return self.cursor == len(self.text) - 1
 
@@ -59,31 +63,31 @@ class Row:
         """Is any window as good as another for its text?"""
         return self.request.dial.kind == "exact" and self.request.shape is None
 
-    def demand(self) -> Layout:
-        """The least that the row's next window needs."""
-        request = self.request
-        needs = Layout()
-        fed = self.settled or not self.chooses_window  # claims emitted on trust have to be; drafts may be dropped
-        if (self.claims and fed) or self.trusts:
-            needs |= Layout(trunk=request.block_size)
-        if request.dial.uses_masks and not self.chooses_window:
+    def demand(self) -> Layout | None:
+        """The least that the row's next window needs; None if it is content with any."""
+        request, chooses = self.request, self.chooses_window
+        fed = self.settled or not chooses  # claims emitted on trust have to be; drafts may be dropped
+        holds = (self.claims and fed) or self.trusts
+        if chooses and not holds:
+            return None
+        needs = Layout(trunk=request.block_size) if holds else Layout()
+        if request.dial.uses_masks and not chooses:
             checks = request.dial.checks or not self.settled  # drafts made before the dial was turned
             needs |= Layout.of((request.shape if checks else None) or Shape(), request.block_size)
         return needs
 
     def terms(self) -> Terms:
         """How the row takes part in a step."""
-        request = self.request
+        request, last = self.request, self.last_terms
         if self.slot is None:
             raise RuntimeError("the row is not running")
-        shape = Shape(None) if self.chooses_window else request.shape or Shape()
-        groups = max(1, Layout.of(shape, request.block_size).groups)
-        masks = request.block_size - 1 if request.dial.uses_masks else 0
+        if last is None or last.dial is not request.dial or last.slot != self.slot:
+            shape = Shape(None) if self.chooses_window else request.shape or Shape()
+            groups = max(1, Layout.of(shape, request.block_size).groups)
+            masks = request.block_size - 1 if request.dial.uses_masks else 0
+            last = self.last_terms = Terms(self.slot, request.dial, self.sampling, groups, masks)
         self.trusts = request.dial.kind == "threshold"
-        last = self.last_terms
-        if last is None or (last.slot, last.dial, last.groups) != (self.slot, request.dial, groups):
-            self.last_terms = Terms(self.slot, request.dial, self.sampling, groups, masks)
-        return cast(Terms, self.last_terms)
+        return last
 
     def commit(self, terms: Terms, layout: Layout, record: list[int]) -> tuple[int, int] | None:
         """Take what a step decided; returns how many drafts it checked and how many passed, if it checked any."""

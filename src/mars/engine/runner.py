@@ -14,7 +14,7 @@ from mars.engine.attention import PagedWindows
 from mars.engine.cache import PagedCache
 from mars.engine.layout import FixedWindows, Layout, lay_out
 from mars.engine.state import State
-from mars.method.dials import Dial, DialBatch, Measure, decide, measures_of
+from mars.method.dials import Dial, DialBatch, DialFeatures, decide
 from mars.method.sampling import Features, Sampling, SamplingBatch, token_bias
 from mars.method.tensors import send
 from mars.models.checkpoint import Checkpoint
@@ -53,14 +53,14 @@ class Batch:
     numbers: Tensor
     """(rows, …): `Terms.numbers`, on the host"""
     features: Features
-    measures: frozenset[Measure]
+    dials: DialFeatures
 
     @classmethod
     def of(cls, rows: Sequence[Terms], vocabulary: int) -> Batch:
         return cls(
             torch.tensor([row.numbers(vocabulary) for row in rows], dtype=torch.float64),
             Features.of([row.sampling for row in rows]),
-            measures_of([row.dial for row in rows]),
+            DialFeatures.of([row.dial for row in rows]),
         )
 
 
@@ -108,13 +108,13 @@ class Runner:
     def decode(self, batch: Batch, layout: Layout, reach: int) -> Result:
         """Launch one step of every row; no row's window ends behind ``reach``. The state moves on with it."""
         numbers = send(batch.numbers, self.state.device)
-        return Result(self.step(numbers, layout, batch.features, batch.measures, reach))
+        return Result(self.step(numbers, layout, batch.features, batch.dials, reach))
 
     def read(self, numbers: Tensor, reach: int | None = None) -> None:
         """Run windows (slot, start, length, tokens …) of prompts through the model, on the device alone."""
-        slots, starts, lengths = numbers[:, :3].unbind(1)
+        slots, starts, lengths = numbers[:, :3].T.contiguous()
         tokens = numbers[:, 3:]
-        offsets = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        offsets = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens), 1)
         layout = Layout(tokens.shape[1])
         self._forward(tokens, self._windows(layout, slots, starts, offsets, offsets + 1, lengths, reach, True), keep=1)
 
@@ -123,18 +123,18 @@ class Runner:
         numbers: Tensor,
         layout: Layout,
         features: Features,
-        measures: frozenset[Measure],
+        dials: DialFeatures,
         reach: int | None = None,
     ) -> Tensor:
         """Lay the windows out, run them, decide, and move the state on, all on the device; returns the decisions."""
         fixed, cursors, lengths, slots = self.prepare(numbers, layout)
         windows = self._windows(layout, slots, cursors, fixed.batch.offsets, fixed.sight, lengths, reach)
         logits = self._forward(fixed.batch.tokens, windows, keep=0).view(*fixed.batch.tokens.shape, -1)
-        return self.conclude(numbers, fixed, logits, features, measures)
+        return self.conclude(numbers, fixed, logits, features, dials)
 
     def prepare(self, numbers: Tensor, layout: Layout) -> tuple[FixedWindows, Tensor, Tensor, Tensor]:
         """What the rows feed: their windows, cursors, lengths and slots."""
-        slots, _, groups, masks = numbers[:, :4].long().unbind(1)
+        slots, _, groups, masks = numbers[:, :4].long().T.contiguous()
         fixed = lay_out(layout, self.state.pending(slots, groups, masks), self.checkpoint.mask_token_id or 0)
         cursors = self.state.cursor[slots]
         return fixed, cursors, torch.full_like(cursors, layout.width), slots
@@ -145,7 +145,7 @@ class Runner:
         fixed: FixedWindows,
         logits: Tensor,
         features: Features,
-        measures: frozenset[Measure],
+        dials: DialFeatures,
     ) -> Tensor:
         """What the rows emit, and the state behind it."""
         state, split = self.state, 4 + DialBatch.NUMBERS
@@ -154,7 +154,7 @@ class Runner:
         decision = decide(
             fixed.batch,
             logits,
-            DialBatch(numbers[:, 4:split], measures),
+            DialBatch(numbers[:, 4:split], dials),
             SamplingBatch(numbers[:, split:], bias, features),
             positions=state.cursor[slots],
             settled=state.settled[slots],

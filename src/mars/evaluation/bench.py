@@ -30,8 +30,7 @@ def bench(checkpoint: Checkpoint, plan: Plan) -> tuple[list[dict[str, Any]], lis
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         running = _Bench(checkpoint, plan, bar)
-        for batch_size in plan.batch_sizes:
-            running.dials(batch_size)
+        running.dials()
         for name in plan.peers:
             running.peer(name)
     return running.rows, [plan.out, _table_of(plan.out), *draw(running.rows, plan.out)]
@@ -58,11 +57,13 @@ class _Bench:
         self._bar = bar
         self._task = bar.add_task("", total=len(plan.batch_sizes) * (len(plan.dials) + len(plan.peers)))
 
-    def dials(self, batch_size: int) -> None:
-        memory = cache_memory(self._checkpoint, batch_size, self._length)
-        model = Model(self._checkpoint, rows=batch_size, memory=memory)
-        for name in self._plan.dials:
-            self._take(with_dial(model, *split_dial(name)), batch_size)
+    def dials(self) -> None:
+        rows = max(self._plan.batch_sizes)
+        model = Model(self._checkpoint, rows=rows, memory=cache_memory(self._checkpoint, rows, self._length))
+        model.warm_up(self._bar)
+        for batch_size in self._plan.batch_sizes:
+            for name in self._plan.dials:
+                self._take(with_dial(model, *split_dial(name)), batch_size)
 
     def peer(self, name: str) -> None:
         sizes = self._plan.batch_sizes

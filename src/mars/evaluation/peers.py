@@ -52,7 +52,7 @@ def open_peer(name: str, checkpoint: Checkpoint, source: str | None, rows: int, 
     """
     label = {"peer": name, "window": None}
     if name == "vllm":
-        with _vllm(checkpoint, source, rows, length) as decode:
+        with open_vllm(checkpoint, source, rows, length) as decode:
             yield Contender(label, decode, is_elsewhere=True)
     elif name == "transformers":
         yield Contender(label, _transformers(checkpoint))
@@ -118,7 +118,6 @@ def _answer(checkpoint: Checkpoint, tokens: list[int], times: list[float], check
         finish_reason="stop" if tokens[-1] in checkpoint.end_tokens else "length",
         dial="one-token",
         steps=[1] * len(tokens),
-        pieces=[],
         checked=checked,
         agreed=checked,
         seconds=times[-1] if times else 0.0,
@@ -138,7 +137,8 @@ def _import_vllm() -> Any:
 
 
 @contextmanager
-def _vllm(checkpoint: Checkpoint, source: str | None, rows: int, length: int) -> Iterator[Decode]:
+def open_vllm(checkpoint: Checkpoint, source: str | None, rows: int, length: int, **options: Any) -> Iterator[Decode]:
+    """vLLM with the model from the folder or hub id ``source``; None: saved for it. ``options`` are its own."""
     vllm = _import_vllm()
     with tempfile.TemporaryDirectory(prefix="mars-vllm-") as scratch:
         if source is None:
@@ -152,6 +152,7 @@ def _vllm(checkpoint: Checkpoint, source: str | None, rows: int, length: int) ->
             enable_prefix_caching=False,  # no contender knows a prompt from an earlier round
             disable_log_stats=False,  # without them, it does not tell when tokens came
             **_memory_left(checkpoint.device),
+            **options,
         )
 
         def decode(prompts: Sequence[list[int]], max_new_tokens: int) -> Round:

@@ -31,6 +31,8 @@ class Round:
     answers: list[Generation]
     forwards: int | None = None
     """Of the whole batch, where that is known"""
+    places: int | None = None
+    """Sum of the widths of these forwards' windows"""
 
 
 Decode = Callable[[Sequence[list[int]], int], Round]
@@ -56,6 +58,7 @@ class Run:
     answers: list[Generation]
     seconds: float
     forwards: int | None
+    places: int | None
     peak_memory: int | None
 
     @property
@@ -74,9 +77,9 @@ def with_dial(model: Model, dial: str, window: str | None) -> Contender:
 
     def decode(prompts: Sequence[list[int]], max_new_tokens: int) -> Round:
         engine.pages.release(engine.pages.take(engine.pages.available))  # whoever takes all pages makes them forgotten
-        before = engine.steps
+        forwards, places = engine.steps, engine.places
         answers = model.generate(list(prompts), dial=dial, window=window, max_new_tokens=max_new_tokens)
-        return Round(answers, engine.steps - before)
+        return Round(answers, engine.steps - forwards, engine.places - places)
 
     return Contender({"dial": dial, "window": window or "auto"}, decode)
 
@@ -108,9 +111,15 @@ def measure(
         asked,
         [answer for each in rounds for answer in each.answers],
         time.perf_counter() - started,
-        None if rounds[0].forwards is None else sum(each.forwards or 0 for each in rounds),
+        _sum([each.forwards for each in rounds]),
+        _sum([each.places for each in rounds]),
         None if contender.is_elsewhere else _peak_memory(device),
     )
+
+
+def _sum(counts: Sequence[int | None]) -> int | None:
+    known = [each for each in counts if each is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +164,7 @@ def to_row(contender: Contender, batch_size: int, run: Run, one_token: Run, traf
         "tokens_per_forward": run.tokens / row_forwards if row_forwards else None,
         "forwards": run.forwards,
         "ms_per_forward": 1000 * run.seconds / run.forwards if run.forwards else None,
+        "width": run.places / run.forwards if run.places and run.forwards else None,
         "ratio_to_one_token": run.tokens_per_second / one_token.tokens_per_second,
         "agreement": agreed / checked if checked else None,
         "same_text": sum(same) / len(same),

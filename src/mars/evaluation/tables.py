@@ -21,6 +21,7 @@ COLUMNS: dict[str, tuple[Callable[[float], str], tuple[str, ...]]] = {
     "tok/s": (_rounded, ("tokens_per_second",)),
     "× one-token": ("{:.2f}".format, ("ratio_to_one_token",)),
     "tok/fwd": ("{:.2f}".format, ("tokens_per_forward",)),
+    "width": ("{:.1f}".format, ("width",)),
     "ms/fwd": (_rounded, ("ms_per_forward",)),
     "copy bw": ("{:.0%}".format, ("bandwidth_share",)),
     "agree": ("{:.3f}".format, ("agreement",)),

@@ -96,24 +96,37 @@ class Dial:
         return self.value if self.kind == "threshold" and self.value is not None else math.inf
 
 
+@dataclass(frozen=True, slots=True)
+class DialFeatures:
+    """What the dials of a batch make necessary; the rest is left out of the computation."""
+
+    relaxes: bool = False
+    """Does some row accept claims that the AR model would not have written?"""
+    measures: frozenset[Measure] = frozenset()
+    """Those that some row trusts its masks by"""
+
+    @classmethod
+    def of(cls, rows: Sequence[Dial]) -> DialFeatures:
+        return cls(
+            relaxes=any(row.kind == "relaxed" for row in rows),
+            measures=frozenset(row.measure for row in rows if row.kind == "threshold"),
+        )
+
+
 class DialBatch:
     """The dials of several rows as tensors, each with one entry per row."""
 
     NUMBERS = 3
 
-    def __init__(self, numbers: Tensor, measures: frozenset[Measure]) -> None:
-        """``numbers`` (rows, NUMBERS) are `Dial.numbers`; ``measures`` are those that some row trusts its masks by."""
+    def __init__(self, numbers: Tensor, features: DialFeatures) -> None:
+        """``numbers`` (rows, NUMBERS) are `Dial.numbers`."""
         self.tolerance, self.trust, self.measure = numbers.unbind(1)
-        self.measures = measures
+        self.features = features
 
     @classmethod
     def of(cls, rows: Sequence[Dial], device: torch.device | str = "cpu") -> DialBatch:
         numbers = torch.tensor([row.numbers() for row in rows], dtype=torch.float64).view(-1, cls.NUMBERS)
-        return cls(send(numbers, device), measures_of(rows))
-
-
-def measures_of(rows: Sequence[Dial]) -> frozenset[Measure]:
-    return frozenset(row.measure for row in rows if row.kind == "threshold")
+        return cls(send(numbers, device), DialFeatures.of(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +173,9 @@ def decide(
 
     real = steps[:-1] < windows.claim_count[:, None]
     agrees = real & (claims == choices[:, :-1])
-    passes = agrees | (real & passes_relaxed(beliefs[:, :-1], scores[:, :-1], claims, dials.tolerance))
+    passes = agrees
+    if dials.features.relaxes:
+        passes = agrees | (real & passes_relaxed(beliefs[:, :-1], scores[:, :-1], claims, dials.tolerance))
     accepted = torch.where(settled, windows.claim_count, leading(passes))
     token = choices.gather(1, accepted[:, None])[:, 0]
 
@@ -189,7 +204,7 @@ def confidence(logits: Tensor, dials: DialBatch) -> Tensor:
     result = torch.zeros(logits.shape[:2], device=logits.device)
     if not logits.shape[1]:
         return result
-    for measure in dials.measures:
+    for measure in dials.features.measures:
         mine = (dials.measure == MEASURES.index(measure))[:, None]
         result = torch.where(mine, _MEASURE[measure](logits.log_softmax(2)), result)
     return result

@@ -1,0 +1,99 @@
+"""A transformers model made ready for a GPU: compiled layers, and one product where several share an input.
+
+What is changed is changed for as long as `Compiled.applied` lasts; outside of it the model is its plain self. A step
+is recorded inside of it and replayed ever after, so nothing here needs to be fast.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from mars.models.builtin import cache_home
+
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Linear layers that are given the same input, by the names that transformers uses"""
+MOST_VARIANTS = 256
+"""Of a compiled function: one per layout, kind of sampling and kind of layer"""
+
+
+class Joint(nn.Module):
+    """Linear layers with a common input as one. Their weights become views of the whole, so nothing is stored twice."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        self.sizes = [layer.out_features for layer in layers]
+        self.weight = _join([layer.weight for layer in layers])
+        self.bias = _join([layer.bias for layer in layers]) if layers[0].bias is not None else None
+        self.input: Tensor | None = None
+        self.parts: Sequence[Tensor] = ()
+
+    def part(self, index: int, x: Tensor) -> Tensor:
+        """What the layer at ``index`` gives. The first one asked computes for all of them, the last one tidies up."""
+        if self.input is not x:
+            self.input, self.parts = x, linear(x, self.weight, self.bias).split(self.sizes, -1)
+        mine = self.parts[index]
+        if index == len(self.sizes) - 1:
+            self.input, self.parts = None, ()
+        return mine
+
+
+class Part(nn.Module):
+    """Stands in for one of the layers that were joined."""
+
+    def __init__(self, joint: Joint, index: int) -> None:
+        super().__init__()
+        self.joint = joint
+        self.index = index
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.joint.part(self.index, x)
+
+
+def _join(tensors: Sequence[Tensor]) -> nn.Parameter:
+    """Tensors one after the other in memory, each of them now a view of that."""
+    whole = torch.cat([each.data for each in tensors])
+    for each, view in zip(tensors, whole.split([len(each) for each in tensors]), strict=True):
+        each.data = view
+    return nn.Parameter(whole, requires_grad=False)
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[nn.Module, str, Part]]:
+    """Where layers can be joined: the module, a layer's name in it, and what goes into its place."""
+    for module in list(model.modules()):
+        for names in TOGETHER:
+            layers = [getattr(module, name, None) for name in names]
+            alike = {(type(each), getattr(each, "in_features", 0), getattr(each, "bias", 0) is None) for each in layers}
+            if len(alike) == 1 and type(layers[0]) is nn.Linear:
+                joint = Joint(layers)  # type: ignore[arg-type]
+                yield from ((module, name, Part(joint, index)) for index, name in enumerate(names))
+
+
+class Compiled:
+    def __init__(self, model: PreTrainedModel) -> None:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "compiled"))  # the next start is quicker
+        children = (each if isinstance(each, nn.ModuleList) else [each] for each in model.get_decoder().children())
+        blocks = [each for child in children for each in child if not isinstance(each, nn.Embedding)]
+        self._changes: list[tuple[nn.Module, str, Any]] = list(_parts(model))
+        self._changes += [(block, "forward", compiled(block.forward)) for block in blocks]
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for change in self._changes:
+                stack.enter_context(patch.object(*change))
+            stack.enter_context(torch._dynamo.config.patch(recompile_limit=MOST_VARIANTS))
+            yield
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled once for all numbers of rows."""
+    return torch.compile(function, dynamic=True)

@@ -1,0 +1,119 @@
+"""The engine on a CUDA device: recorded steps against the plain decoder on the CPU."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mars import Sampling
+from mars.decoding.decoder import Decoder
+from mars.decoding.request import Request
+from mars.engine import Engine
+from mars.engine.layout import Layout
+from mars.method.dials import Dial
+from mars.method.windows import Shape
+from mars.models import Checkpoint
+from tests.conftest import FAMILIES, tiny_checkpoint
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+PROMPTS = [[start, 2, 3, *range(length)] for start, length in enumerate([1, 7, 3, 9, 2, 5, 8])]
+PROMPTS += [[index % 10 for index in range(length)] for length in (70, 150)]  # more than one piece
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Most tests are about recordings; compiling takes long and is tested once."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    stance = "default" if "compiled" in request.node.name else "force_eager"
+    with torch.compiler.set_stance(stance):
+        yield
+
+
+def on_gpu(checkpoint: Checkpoint) -> Checkpoint:
+    return replace(checkpoint, module=checkpoint.module.cuda())
+
+
+def wide(_rows: int, layout: Layout) -> float:
+    return 1 + 0.001 * layout.width
+
+
+def texts(engine: Engine, requests: list[Request]) -> list[list[int]]:
+    answers = [engine.add(replace(each)) for each in requests]
+    found = [answer.token_ids for answer in engine.finish(answers)]
+    engine.check()
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recorded_steps_write_what_the_plain_decoder_writes(family: str) -> None:
+    requests = [Request(each, Dial("one-token"), max_new_tokens=24) for each in PROMPTS]
+    expected = [answer.token_ids for answer in Decoder(tiny_checkpoint(family), requests).finish()]
+    engine = Engine(on_gpu(tiny_checkpoint(family)), rows=8, memory=2**24, cost=wide)
+    for dial, shape in [("one-token", None), ("exact", "chain"), ("exact", "tree"), ("exact", None)]:
+        asked = [
+            replace(each, dial=Dial(dial), block_size=4, shape=None if shape is None else Shape.parse(shape))
+            for each in requests
+        ]
+        assert texts(engine, asked) == expected, (dial, shape)
+
+
+def test_compiled_layers_write_the_same() -> None:
+    requests = [Request(each, Dial("exact"), max_new_tokens=24, block_size=4) for each in PROMPTS]
+    for family in ("llama", "qwen2", "gemma2"):
+        expected = [answer.token_ids for answer in Decoder(tiny_checkpoint(family), requests).finish()]
+        assert texts(Engine(on_gpu(tiny_checkpoint(family)), rows=8, memory=2**24), requests) == expected
+
+
+def test_every_kind_of_sampling_is_recorded() -> None:
+    kinds = [
+        Sampling(temperature=1.0, seed=1),
+        Sampling(temperature=0.8, top_p=0.9, seed=2),
+        Sampling(frequency_penalty=0.5, repetition_penalty=1.2),
+        Sampling(logit_bias={3: 1.5}),
+        Sampling(),
+    ]
+    dials = ["exact", "relaxed=0.3", "threshold=0.5", "threshold:entropy=0.4", "one-token"]
+    requests = [
+        Request(prompt, Dial.parse(dial), kind, max_new_tokens=20, block_size=4)
+        for prompt, dial, kind in zip(PROMPTS, dials, kinds, strict=False)
+    ]
+    expected = [Decoder(tiny_checkpoint("llama"), [replace(each)]).finish()[0].token_ids for each in requests]
+    engine = Engine(on_gpu(tiny_checkpoint("llama")), rows=8, memory=2**24, cost=wide)
+    assert texts(engine, requests) == expected
+    for request, alone in zip(requests, expected, strict=True):
+        assert texts(engine, [request]) == [alone]
+
+
+def test_a_step_waits_for_the_device_at_most_once() -> None:
+    engine = Engine(on_gpu(tiny_checkpoint("llama")), rows=8, memory=2**24, cost=wide)
+    requests = [Request(each, Dial("exact"), max_new_tokens=90, block_size=4) for each in PROMPTS[:4]]
+    answers = [engine.add(each) for each in requests]
+    for _ in range(3):
+        engine.step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        steps = engine.steps
+        while engine.running == 4:
+            engine.step()
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [str(each.message) for each in caught if "called a synchronizing" in str(each.message)]
+    assert engine.steps > steps and not waits  # the only wait is for an event, which is not counted
+    engine.finish(answers)
+
+
+def test_memory_is_flat() -> None:
+    engine = Engine(on_gpu(tiny_checkpoint("llama")), rows=4, memory=2**24, cost=wide)
+    requests = [Request(each, Dial("exact"), max_new_tokens=40, block_size=4) for each in PROMPTS]
+    texts(engine, requests)
+    used = torch.cuda.memory_allocated()
+    for _ in range(5):
+        texts(engine, requests)
+    assert torch.cuda.memory_allocated() - used < 100_000
