@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from mars import MarsError, Sampling
-from mars.method.sampling import SamplingBatch, gumbel
+from mars.method.sampling import SamplingBatch, gumbel, packed_argmax
 
 VOCABULARY = 20
 
@@ -138,3 +138,8 @@ def test_a_draw_follows_the_scores() -> None:
     drawn = batch.draw(wanted.log().expand(1, 100_000, -1), torch.arange(100_000)[None])[0]
     assert 1 not in drawn
     torch.testing.assert_close(torch.bincount(drawn, minlength=4) / 100_000, wanted, atol=0.006, rtol=0)
+
+
+@given(st.lists(st.sampled_from([-math.inf, -3.5, -1e-30, -0.0, 0.0, 1e-30, 2.0, 1e30]), min_size=1, max_size=12))
+def test_the_packed_argmax_is_the_first_best(scores: list[float]) -> None:
+    assert packed_argmax(torch.tensor([[scores]])).item() == scores.index(max(scores))

@@ -98,7 +98,8 @@ class GraphRunner(Runner):
 
     def warm_up(self, rows: int, prefill_tokens: int) -> Iterator[tuple[int, int]]:
         """Record all that up to this many rows may need; yields how many recordings are done, and of how many."""
-        sizes = sorted({bucket(each) for each in range(1, rows + 1)}, reverse=True)  # large first: memory is reused
+        smallest, *larger = sorted({bucket(each) for each in range(1, rows + 1)})
+        sizes = [smallest, *reversed(larger)]  # the compiler looks at the first, memory is reused from large to small
         counts = [each for each in reversed(PIECES) if each == 1 or each * self.PIECE <= prefill_tokens]
         todo = [*((self._read, count) for count in counts), *((self._measure, size) for size in sizes)]
         for done, (work, size) in enumerate(todo):
