@@ -22,9 +22,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.initialization import no_init_weights
 
 from mars import Model
+from mars.engine import memory_for
 from mars.evaluation.peers import open_vllm
 from mars.evaluation.provenance import collect
-from mars.evaluation.speed import Traffic, cache_memory
+from mars.evaluation.speed import Traffic
 from mars.models import Checkpoint, Settings
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -101,7 +102,7 @@ def main() -> None:
             f"{who:20} {size:4} rows {ms:8.3f} ms  {ms / base:.3f}x one-token  {share:.0%} of the bandwidth", flush=True
         )
 
-    model = Model(checkpoint, rows=max(sizes), memory=cache_memory(checkpoint, max(sizes), length))
+    model = Model(checkpoint, rows=max(sizes), memory=memory_for(checkpoint, max(sizes), length))
     for size in sizes:
         for dial, window in WAYS:
             for _ in range(2):  # the first one records

@@ -305,3 +305,11 @@ def test_a_thousand_requests_leave_nothing_behind() -> None:
     assert mine.running == mine.waiting == mine.pages.used == 0
     assert finished.total() == 1000 and min(finished[reason] for reason in ("stop", "length", "cancelled")) > 20
     assert memory[-1] - memory[3] < 20e6, memory
+
+
+def test_a_slot_forgets_the_bias_of_its_last_row() -> None:
+    mine = engine(rows=2)
+    biased, plainly = ask(sampling=Sampling(logit_bias={3: 5.0})), ask(2)
+    mine.finish([mine.add(replace(biased))])
+    together = mine.finish([mine.add(replace(plainly)), mine.add(replace(biased))])
+    assert [each.token_ids for each in together] == [plain(each).token_ids for each in (plainly, biased)]

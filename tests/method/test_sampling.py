@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from mars import MarsError, Sampling
-from mars.method.sampling import SamplingBatch, gumbel, packed_argmax
+from mars.method.sampling import SamplingBatch, first_best, gumbel
 
 VOCABULARY = 20
 
@@ -140,6 +140,8 @@ def test_a_draw_follows_the_scores() -> None:
     torch.testing.assert_close(torch.bincount(drawn, minlength=4) / 100_000, wanted, atol=0.006, rtol=0)
 
 
-@given(st.lists(st.sampled_from([-math.inf, -3.5, -1e-30, -0.0, 0.0, 1e-30, 2.0, 1e30]), min_size=1, max_size=12))
-def test_the_packed_argmax_is_the_first_best(scores: list[float]) -> None:
-    assert packed_argmax(torch.tensor([[scores]])).item() == scores.index(max(scores))
+@given(st.sampled_from([1, 3, 12, 64, 100, 192]), st.integers(0, 2**32))
+def test_the_first_best_is_the_argmax(vocabulary: int, seed: int) -> None:
+    scores = torch.randint(-4, 4, (2, 3, vocabulary), generator=torch.Generator().manual_seed(seed)).float()
+    expected = [[row.index(max(row)) for row in position] for position in scores.tolist()]
+    assert first_best(scores).tolist() == expected

@@ -1,5 +1,5 @@
 """The engine: continuous batching over a paged cache, with windows of fixed shapes."""
 
-from mars.engine.engine import Engine, QueueFullError
+from mars.engine.engine import Engine, QueueFullError, memory_for
 
-__all__ = ["Engine", "QueueFullError"]
+__all__ = ["Engine", "QueueFullError", "memory_for"]

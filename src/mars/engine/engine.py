@@ -7,6 +7,8 @@ the least urgent row gives its own back and waits; what it wrote is kept, what i
 from __future__ import annotations
 
 import heapq
+import math
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -104,6 +106,10 @@ class Engine:
         self.places = 0
         """Sum of their windows' widths"""
         self._cost = cost
+        self._waited = 0.0
+        """Seconds that this step has waited for the device"""
+        self._host = math.inf
+        """Seconds that a step takes without waiting, lately"""
         self._prefill_tokens = prefill_tokens
         self._max_waiting = max_waiting
         self._flights: deque[Flight] = deque()
@@ -168,6 +174,7 @@ class Engine:
 
     def step(self) -> None:
         """Read some of the prompts, then let every row that has read its own take a step."""
+        started, self._waited = time.perf_counter(), 0.0
         self._admit()
         self._prefill()
         rows = self._ready()
@@ -175,6 +182,7 @@ class Engine:
             self._launch(rows)
         while len(self._flights) > (self._ahead if rows else 0):
             self._land()
+        self._host = min(time.perf_counter() - started - self._waited, self._host * 1.05)
 
     def _launch(self, rows: list[Row]) -> None:
         self.steps += 1
@@ -191,9 +199,11 @@ class Engine:
 
     def _land(self) -> None:
         """Commit the outcome of the oldest flight; rows that have left since then do not take part."""
-        flight = self._flights.popleft()
+        flight, started = self._flights.popleft(), time.perf_counter()
+        records = flight.result.read()
+        self._waited += time.perf_counter() - started
         checked = False
-        there = zip(flight.rows, flight.visits, flight.terms, flight.result.read(), strict=True)
+        there = zip(flight.rows, flight.visits, flight.terms, records, strict=True)
         for row, visit, terms, record in there:
             if row.slot is None or row.visit != visit:
                 continue
@@ -327,8 +337,9 @@ class Engine:
             if row.sampling.penalises:
                 prompt = len(row.request.prompt)
                 self._state.remember(row.slot or 0, row.text[:prompt], row.text[prompt:])
-            if row.sampling.logit_bias:
-                self._state.favour(row.slot or 0, token_bias([row.sampling], self.checkpoint.vocabulary, None)[0])
+            biased = bool(row.sampling.logit_bias)
+            bias = token_bias([row.sampling], self.checkpoint.vocabulary, None)[0] if biased else None
+            self._state.favour(row.slot or 0, bias)
 
     def _layout(self, rows: Sequence[Row]) -> Layout:
         """The window of this step: what some row needs, or else what is fastest for this many rows."""
@@ -342,7 +353,12 @@ class Engine:
         candidates = [needed, *(needed | Layout.of(shape, max(choosers)) for shape in shapes)]
         if self._cost is None:
             self._cost = measured_costs(self._runner, self._state, self.block_size)
-        return best_layout(candidates, self.acceptance.rates(), len(rows), self._cost)
+        return best_layout(candidates, self.acceptance.rates(), len(rows), self._seconds)
+
+    def _seconds(self, rows: int, layout: Layout) -> float:
+        """What a step costs: the device's time, and no less than the host's, if the one works ahead of the other."""
+        seconds = self._cost(rows, layout) if self._cost else 0.0
+        return max(seconds, self._host) if self._ahead and self._host < math.inf else seconds
 
     def _batch_of(self, terms: list[Terms]) -> Batch:
         if self._batch is None or self._batch[0] != terms:
@@ -363,3 +379,10 @@ def _bytes(memory: int | float | None, device: torch.device) -> int:
         free = torch.cuda.mem_get_info(device)[0]
         return int(free * GPU_SHARE if memory is None else memory if memory > 1 else free * memory)
     return int(CPU_MEMORY if memory is None else memory)
+
+
+def memory_for(checkpoint: Checkpoint, rows: int, length: int) -> int:
+    """Bytes with which an engine never runs out of pages, if no row's text is longer than ``length``."""
+    block_size = checkpoint.settings.block_size if checkpoint.settings else 1
+    per_token = sum(shape.bytes_per_token for shape in layer_shapes(checkpoint))
+    return rows * (length + block_size**2 + 4 * PAGE_SIZE) * per_token

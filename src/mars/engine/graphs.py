@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mars.engine.cache import PagedCache
 from mars.engine.compiled import Compiled, compiled
-from mars.engine.layout import Layout
+from mars.engine.layout import FixedWindows, Layout
 from mars.engine.runner import Batch, Chunk, Result, Runner, Terms, pieces
 from mars.engine.state import NOBODY, Place, State
 from mars.method.dials import Dial, DialFeatures
@@ -57,8 +57,9 @@ class GraphRunner(Runner):
         shapes = [Shape(groups) for groups in (*range(1, block_size), None)] if block_size > 1 else []
         self.layouts = [Layout(), *(Layout.of(shape, block_size) for shape in shapes)]
         self._compiled = Compiled(checkpoint.module)
+        torch._dynamo.mark_static(self._ban)
         self.prepare = compiled(self.prepare)  # type: ignore[method-assign]
-        self.conclude = compiled(self.conclude)  # type: ignore[method-assign]
+        self._compiled_conclude = compiled(super().conclude)
         self._records = True
         """Can the model's steps be recorded?"""
         self._steps: dict[tuple[int, Layout, Features, DialFeatures], Recording | None] = {}
@@ -66,6 +67,13 @@ class GraphRunner(Runner):
         self._costs: dict[tuple[int, Layout], float] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._nobody = Terms(NOBODY, Dial("exact"), Sampling(seed=0), block_size, block_size - 1)
+
+    def conclude(
+        self, numbers: Tensor, fixed: FixedWindows, logits: Tensor, features: Features, dials: DialFeatures
+    ) -> Tensor:
+        torch._dynamo.mark_static(logits, 2)  # a compiler that knows how long it is divides the search for the best
+        decided: Tensor = self._compiled_conclude(numbers, fixed, logits, features, dials)
+        return decided
 
     @torch.inference_mode()
     def decode(self, batch: Batch, layout: Layout, reach: int) -> Result:

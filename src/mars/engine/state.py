@@ -45,6 +45,8 @@ class State:
         self._seen: Tensor | None = None
         self._counts: Tensor | None = None
         self._bias: Tensor | None = None
+        self._favoured: set[int] = set()
+        """Slots whose bias is not 0"""
 
     @property
     def device(self) -> torch.device:
@@ -78,11 +80,14 @@ class State:
         seen = torch.bincount(torch.tensor(prompt, dtype=torch.long), minlength=self.vocabulary) + counts > 0
         self._seen[slot] = send(seen, self.device)
 
-    def favour(self, slot: int, bias: Tensor) -> None:
-        """Note what is added to a row's logits."""
+    def favour(self, slot: int, bias: Tensor | None) -> None:
+        """Note what is added to a row's logits; None: nothing, whatever the slot's last row had."""
+        if bias is None and slot not in self._favoured:
+            return
         if self._bias is None:
             self._bias = torch.zeros(self.slots + 1, self.vocabulary, device=self.device)
-        self._bias[slot] = send(bias, self.device)
+        self._bias[slot] = 0.0 if bias is None else send(bias, self.device)
+        (self._favoured.discard if bias is None else self._favoured.add)(slot)
 
     def bias(self, slots: Tensor) -> Tensor:
         if self._bias is None:

@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mars.api import Model
+from mars.engine import memory_for
 from mars.evaluation import tables
 from mars.evaluation.peers import check_model, open_peer
 from mars.evaluation.plan import Plan, split_dial
 from mars.evaluation.plots import draw
 from mars.evaluation.provenance import collect
-from mars.evaluation.speed import Contender, Run, Traffic, cache_memory, measure, to_row, with_dial
+from mars.evaluation.speed import Contender, Run, Traffic, measure, to_row, with_dial
 from mars.models import Checkpoint
 
 
@@ -59,7 +60,7 @@ class _Bench:
 
     def dials(self) -> None:
         rows = max(self._plan.batch_sizes)
-        model = Model(self._checkpoint, rows=rows, memory=cache_memory(self._checkpoint, rows, self._length))
+        model = Model(self._checkpoint, rows=rows, memory=memory_for(self._checkpoint, rows, self._length))
         model.warm_up(self._bar)
         for batch_size in self._plan.batch_sizes:
             for name in self._plan.dials:

@@ -16,7 +16,6 @@ from mars.api import Model
 from mars.decoding.request import Generation
 from mars.engine.cache import layer_shapes
 from mars.engine.choice import Acceptance
-from mars.engine.engine import PAGE_SIZE
 from mars.models.checkpoint import Checkpoint
 
 WARM_UP_TOKENS = 16
@@ -82,12 +81,6 @@ def with_dial(model: Model, dial: str, window: str | None) -> Contender:
         return Round(answers, engine.steps - forwards, engine.places - places)
 
     return Contender({"dial": dial, "window": window or "auto"}, decode)
-
-
-def cache_memory(checkpoint: Checkpoint, rows: int, length: int) -> int:
-    """Bytes with which an engine never runs out of pages, if no row's text is longer than ``length``."""
-    block_size = checkpoint.settings.block_size if checkpoint.settings else 1
-    return rows * (length + block_size**2 + 4 * PAGE_SIZE) * _bytes_per_token(checkpoint)
 
 
 def measure(

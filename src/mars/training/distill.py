@@ -102,7 +102,7 @@ def _own(checkpoint: Checkpoint, writer: Writer, out: Path, plan: Distillation, 
 
     def keep(written: Written) -> dict[str, Any] | None:
         text = _text(checkpoint, written.tokens).strip()
-        if not written.ended or _why_not(written, plan.filters):
+        if not text or not written.ended or _why_not(written, plan.filters):
             counts["own prompts filtered"] += 1
             return None
         return {"messages": [{"role": "user", "content": text}]}

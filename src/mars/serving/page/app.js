@@ -1,0 +1,480 @@
+const STOPS = [
+  "one-token", "exact", "relaxed=0.7", "relaxed=0.5", "relaxed=0.3", "relaxed=0.1",
+  "threshold=0.95", "threshold=0.9", "threshold=0.8", "threshold=0.7",
+];
+const LAST_LOSSLESS = STOPS.indexOf("exact");
+const DEBOUNCE_MS = 200;
+const FOLLOW_MS = 3000;
+const KEY = "mars-key";
+const CUT_OFF = "The connection broke off before the answer was finished.";
+const TINTS = 4;
+
+const $ = (id) => document.getElementById(id);
+const copyOf = (template) => $(template).content.firstElementChild.cloneNode(true);
+const announce = (text) => { $("announcement").textContent = text; };
+
+// ---- Talking to the server ------------------------------------------------------------------------------------------
+
+/** Something went wrong, in words that can be shown. */
+class Trouble extends Error {}
+
+const inWords = (error) => (error.name === "AbortError" ? "Stopped." : error.message);
+
+function orTrouble(message) {
+  return (error) => { throw error.name === "AbortError" ? error : new Trouble(message); };
+}
+
+/** Fetch, and ask for a key when the server wants one; a quiet request does not ask. */
+async function request(path, { body, quiet = false, onSend = () => {}, ...options } = {}) {
+  for (;;) {
+    const key = sessionStorage.getItem(KEY);
+    const headers = { ...(body && { "Content-Type": "application/json" }), ...(key && { Authorization: `Bearer ${key}` }) };
+    onSend();
+    const response = await fetch(path, { ...options, headers, body: body && JSON.stringify(body) })
+      .catch(orTrouble("The server cannot be reached."));
+    if (response.ok) return response;
+    // Another request may have got a new key while this one was under way.
+    const retry = response.status === 401 && !quiet && (sessionStorage.getItem(KEY) !== key || await askForKey(key));
+    if (!retry) throw await refusal(response);
+  }
+}
+
+async function refusal(response) {
+  const said = (await response.json().catch(() => null))?.error?.message;
+  const wait = Number.parseInt(response.headers.get("Retry-After"), 10);
+  if (response.status === 401) return new Trouble("This server needs a key.");
+  if (response.status === 429) {
+    return new Trouble(`The server is busy. Please try again in ${wait ? plural(wait, "second") : "a moment"}.`);
+  }
+  if (response.status >= 500) return new Trouble(`The server has a problem: ${said ?? `status ${response.status}`}`);
+  return new Trouble(said ?? `The server refused with status ${response.status}.`);
+}
+
+const fetchJson = async (path, options) => (await request(path, options)).json();
+
+let keyAsked = null;
+
+function askForKey(refused) {
+  keyAsked ??= new Promise((resolve) => {
+    const dialog = $("key-dialog");
+    $("key-hint").textContent = `${refused ? "That key was not accepted. " : ""}It is forgotten when you close this tab.`;
+    $("key").value = dialog.returnValue = "";
+    dialog.showModal();
+    dialog.addEventListener("close", () => {
+      const given = dialog.returnValue === "use";
+      if (given) sessionStorage.setItem(KEY, $("key").value.trim());
+      keyAsked = null;
+      resolve(given);
+    }, { once: true });
+  });
+  return keyAsked;
+}
+
+/** The JSON of every server-sent event up to `[DONE]`. */
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let pending = ""; ;) {
+    const { value, done } = await reader.read().catch(orTrouble(CUT_OFF));
+    if (done) return;
+    const lines = (pending + value).split(/\r?\n/);
+    pending = lines.pop();
+    for (const line of lines.filter((each) => each.startsWith("data:"))) {
+      const data = line.slice("data:".length).trim();
+      if (data === "[DONE]") return;
+      yield JSON.parse(data);
+    }
+  }
+}
+
+let modelId = null;
+
+async function model() {
+  modelId ??= (await fetchJson("v1/models")).data[0].id;
+  $("model").textContent = modelId;
+  return modelId;
+}
+
+// ---- The dial -------------------------------------------------------------------------------------------------------
+
+let server = null; // what GET /v1/dial said last
+let wanted = null; // where the slider was put, until the server has heard of it
+let turns = 0; // tells an answer about the dial that was asked for before the last turn
+let debounce;
+let turning = Promise.resolve();
+
+const currentDial = () => wanted ?? server?.dial;
+const kindOf = (dial) => dial.split(/[:=]/)[0];
+const valueOf = (dial) => Number(dial.split("=")[1]);
+
+/** Orders all dials, also those that are not on the slider. */
+function looseness(dial) {
+  const value = valueOf(dial);
+  return { "one-token": 0, exact: 1, relaxed: 3 - value, threshold: 5 - value }[kindOf(dial)];
+}
+
+function nearestStop(dial) {
+  const distance = (stop) => Math.abs(looseness(stop) - looseness(dial));
+  return STOPS.indexOf(STOPS.reduce((best, stop) => (distance(stop) < distance(best) ? stop : best)));
+}
+
+function loosestAllowed() {
+  if (!server?.floor) return STOPS.length - 1;
+  return STOPS.findLastIndex((stop) => looseness(stop) <= looseness(server.floor));
+}
+
+function explain(dial) {
+  const share = `${Math.round(100 * valueOf(dial))}%`;
+  return {
+    "one-token": "Writes one token per forward pass: the plain model, for comparison.",
+    exact: "Writes exactly what the model would have written one token at a time; only faster.",
+    relaxed: `Checks every guess, and keeps it if the model finds it at least ${share} as likely as its own first choice.`,
+    threshold: `Believes every guess that is at least ${share} sure, and checks none.`,
+  }[kindOf(dial)] ?? "";
+}
+
+function drawDial() {
+  const dial = currentDial();
+  const at = nearestStop(dial);
+  const allowed = loosestAllowed();
+  const stretch = at <= LAST_LOSSLESS ? "lossless" : "loose";
+  const limited = allowed < STOPS.length - 1;
+  $("slider").disabled = false;
+  $("slider").value = at;
+  $("slider").setAttribute("aria-valuetext", `${dial}, ${stretch}${limited && at === allowed ? ", the loosest allowed" : ""}`);
+  $("dial").dataset.stretch = stretch;
+  $("dial-name").textContent = dial;
+  $("dial-meaning").textContent = explain(dial) + (server.auto ? " The server is turning the dial by itself." : "");
+  $("dial-limit").hidden = !limited;
+  $("dial-limit").textContent = `The operator allows nothing looser than ${server.floor}.`;
+  [...$("stops").children].forEach((stop, index) => stop.classList.toggle("closed", index > allowed));
+}
+
+function turnDial() {
+  wanted = STOPS[Math.min($("slider").value, loosestAllowed())];
+  turns += 1;
+  drawDial();
+  clearTimeout(debounce);
+  debounce = setTimeout(() => { turning = turning.then(tellServer); }, DEBOUNCE_MS);
+}
+
+async function tellServer() {
+  const telling = wanted;
+  if (telling === null) return;
+  let trouble = "";
+  try {
+    await request("v1/dial", { method: "PUT", body: { dial: telling } });
+    server.dial = telling;
+  } catch (error) {
+    trouble = inWords(error);
+  }
+  if (wanted !== telling) return; // turned again meanwhile
+  wanted = null;
+  turns += 1;
+  await followServer();
+  if (trouble) $("dial-trouble").textContent = trouble;
+}
+
+/** Show the server's dial, which somebody else may have turned. */
+async function followServer() {
+  const before = turns;
+  let trouble = "";
+  try {
+    const said = await fetchJson("v1/dial", { quiet: true });
+    if (turns !== before) return;
+    server = said;
+    drawDial();
+  } catch (error) {
+    trouble = inWords(error);
+  }
+  $("dial-trouble").textContent = trouble;
+}
+
+async function keepFollowing() {
+  if (!document.hidden) await followServer();
+  setTimeout(keepFollowing, FOLLOW_MS);
+}
+
+// ---- Answers --------------------------------------------------------------------------------------------------------
+
+const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+
+/** One answer on the page, and what is counted while it streams. */
+class Answer {
+  text = "";
+  tokens = 0;
+  forwards = 0;
+  agreement = null;
+  seconds = 0;
+  finished = false;
+  failed = false;
+
+  constructor(dial) {
+    this.dial = dial;
+    this.element = copyOf("answer-template");
+    this.part(".by").textContent = dial;
+  }
+
+  part(selector) { return this.element.querySelector(selector); }
+
+  get rate() { return this.tokens / this.seconds; }
+
+  get perForward() { return this.tokens / this.forwards; }
+
+  async stream(body, signal) {
+    try {
+      const response = await request("v1/chat/completions", {
+        method: "POST", body, signal, onSend: () => { this.started = performance.now(); },
+      });
+      for await (const event of events(response)) this.take(event);
+      if (!this.finished) throw new Trouble(CUT_OFF);
+    } catch (error) {
+      this.failed = error.name !== "AbortError";
+      this.part(".trouble").textContent = inWords(error);
+    }
+    this.element.setAttribute("aria-busy", "false");
+  }
+
+  take({ error, choices: [choice] = [], mars, usage }) {
+    if (error) throw new Trouble(`The server has a problem: ${error.message}`);
+    if (choice) {
+      this.seconds = (performance.now() - this.started) / 1000;
+      this.finished ||= Boolean(choice.finish_reason);
+      if (mars?.tokens) this.addForward(choice.delta?.content ?? "", mars.tokens);
+    } else if (mars) {
+      this.addTotals(mars, usage);
+    }
+    this.drawFigures();
+    keepEndInView();
+  }
+
+  addForward(text, tokens) {
+    const span = document.createElement("span");
+    span.textContent = text;
+    span.dataset.tint = this.forwards % TINTS;
+    span.style.setProperty("--tokens", tokens);
+    this.text += text;
+    this.tokens += tokens;
+    this.forwards += 1;
+    span.dataset.label = `Forward ${this.forwards}: ${plural(tokens, "token")}`;
+    labelForward(span);
+    this.part(".text").append(span);
+  }
+
+  addTotals(mars, usage) {
+    this.tokens = usage?.completion_tokens ?? this.tokens;
+    this.forwards = mars.forwards ?? this.forwards;
+    this.agreement = mars.agreement;
+    if (mars.dial && mars.dial !== this.dial) this.part(".by").textContent = `${this.dial}, then ${mars.dial}`;
+  }
+
+  drawFigures() {
+    const figures = {
+      rate: this.rate.toFixed(1),
+      perForward: this.perForward.toFixed(2),
+      agreement: this.agreement === null ? "–" : `${+(100 * this.agreement).toFixed(1)}%`,
+      forwards: this.forwards,
+    };
+    if (!this.forwards) return;
+    for (const [name, value] of Object.entries(figures)) this.part(`[data-figure=${name}]`).textContent = value;
+  }
+}
+
+function labelForward(span) {
+  span.title = $("show-forwards").checked ? span.dataset.label : "";
+}
+
+function showForwards() {
+  $("log").classList.toggle("by-forward", $("show-forwards").checked);
+  document.querySelectorAll(".text span").forEach(labelForward);
+}
+
+// ---- The race -------------------------------------------------------------------------------------------------------
+
+function verdict(plain, dialled) {
+  if (!plain.finished || !dialled.finished) return "No verdict: the race was not finished.";
+  return `${compareSpeed(dialled.rate / plain.rate)}, ${compareTexts(plain.text, dialled.text)}`;
+}
+
+function compareSpeed(ratio) {
+  if (ratio >= 1.05) return `${ratio.toFixed(1)}× faster`;
+  if (ratio <= 0.95) return `${(1 / ratio).toFixed(1)}× slower`;
+  return "Equally fast";
+}
+
+function compareTexts(one, other) {
+  if (one === other) return "same text";
+  const words = one.split(/\s+/);
+  const others = other.split(/\s+/);
+  const longer = words.length > others.length ? words : others;
+  const at = longer.findIndex((_, index) => words[index] !== others[index]);
+  return at < 0 ? "same words, spaced differently" : `but the texts differ from the ${ordinal(at + 1)} word on`;
+}
+
+function ordinal(number) {
+  const suffix = { one: "st", two: "nd", few: "rd", other: "th" };
+  return number + suffix[new Intl.PluralRules("en-GB", { type: "ordinal" }).select(number)];
+}
+
+// ---- The chat -------------------------------------------------------------------------------------------------------
+
+let chat = []; // the turns on the page: { element, question, answer }
+let stopper = null; // stops the answers that are being written
+let atEnd = true; // whether the reader is at the end of the page, and wants to stay there
+
+function messagesFor(question) {
+  const past = chat.filter(({ answer }) => answer.text).flatMap((turn) => [
+    { role: "user", content: turn.question },
+    { role: "assistant", content: turn.answer.text },
+  ]);
+  return [...past, { role: "user", content: question }];
+}
+
+function bodyFor(messages) {
+  return {
+    model: modelId,
+    messages,
+    max_tokens: $("max-tokens").valueAsNumber || 512,
+    temperature: $("temperature").valueAsNumber || 0,
+    stream: true,
+    stream_options: { include_usage: true },
+  };
+}
+
+/** A question's place on the page, with one answer or, in a race, two. The chat goes on from the last. */
+function openTurn(question, answers) {
+  const turn = { element: copyOf("turn-template"), question, answer: answers.at(-1) };
+  turn.element.classList.toggle("race", answers.length > 1);
+  turn.element.querySelector(".question").textContent = question;
+  turn.element.querySelector(".answers").append(...answers.map((answer) => answer.element));
+  $("log").append(turn.element);
+  chat.push(turn);
+  drawChat();
+  return turn;
+}
+
+function closeTurn(turn) {
+  turn.element.remove();
+  chat = chat.filter((each) => each !== turn);
+  drawChat();
+}
+
+async function answer(question) {
+  const reply = new Answer(currentDial() ?? "MARS");
+  const messages = messagesFor(question);
+  const turn = openTurn(question, [reply]);
+  // Without a dial of its own the answer obeys the server's, also when that is turned on the way.
+  await write([reply], () => [bodyFor(messages)]);
+  announce(`${reply.text} ${reply.part(".trouble").textContent}`);
+  offerAgain(turn, [reply], answer);
+}
+
+async function race(question) {
+  const replies = [new Answer("one-token"), new Answer(currentDial())];
+  const messages = messagesFor(question);
+  const turn = openTurn(question, replies);
+  await write(replies, () => replies.map(({ dial }) => ({ ...bodyFor(messages), temperature: 0, dial })));
+  const line = turn.element.querySelector(".verdict");
+  line.textContent = verdict(...replies);
+  line.hidden = false;
+  keepEndInView();
+  announce(line.textContent);
+  offerAgain(turn, replies, race);
+}
+
+/** Stream all answers at once, until they are finished or stopped. */
+async function write(replies, bodies) {
+  const mine = stopper = new AbortController();
+  announce("Writing…");
+  drawComposer();
+  atEnd = true;
+  keepEndInView();
+  await model().catch(() => {}); // if that fails, the answers' own requests say why
+  await Promise.all(bodies().map((body, index) => replies[index].stream(body, mine.signal)));
+  if (stopper === mine) stopper = null;
+  drawComposer();
+}
+
+function offerAgain(turn, replies, ask) {
+  const button = turn.element.querySelector(".again");
+  button.hidden = !replies.some(({ failed }) => failed);
+  button.onclick = () => {
+    if (stopper) return;
+    closeTurn(turn);
+    ask(turn.question);
+  };
+  keepEndInView();
+}
+
+function drawChat() {
+  $("welcome").hidden = chat.length > 0;
+}
+
+function drawComposer() {
+  const writing = stopper !== null;
+  const hadFocus = $("composer").contains(document.activeElement) && document.activeElement.tagName === "BUTTON";
+  $("send").hidden = writing;
+  $("stop").hidden = !writing;
+  $("race").disabled = writing;
+  if (hadFocus) $(writing ? "stop" : "send").focus();
+}
+
+/** Take the question out of the composer, if it may be asked now. */
+function submit(ask) {
+  const question = $("question").value.trim();
+  const hindrance = ask === race && raceHindrance();
+  $("composer-note").textContent = hindrance || "";
+  if (!question || stopper || hindrance) return $("question").focus();
+  $("question").value = "";
+  return ask(question);
+}
+
+function raceHindrance() {
+  if (!currentDial()) return "The dial is not known yet.";
+  if (currentDial() === "one-token") return "Turn the dial to exact or beyond first: one-token would race against itself.";
+  return "";
+}
+
+function startAnew() {
+  stopper?.abort();
+  chat = [];
+  document.querySelectorAll(".turn").forEach((turn) => turn.remove());
+  drawChat();
+  $("question").focus();
+}
+
+function noteScroll() {
+  const page = document.documentElement;
+  atEnd = page.scrollHeight - page.clientHeight - page.scrollTop < 120;
+}
+
+function keepEndInView() {
+  requestAnimationFrame(() => atEnd && window.scrollTo(0, document.documentElement.scrollHeight));
+}
+
+function useExample({ target }) {
+  $("question").value = target.textContent;
+  $("question").focus();
+}
+
+function sendOnEnter(event) {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  submit(answer);
+}
+
+$("stops").append(...STOPS.map(() => document.createElement("i")));
+$("slider").addEventListener("input", turnDial);
+$("show-forwards").addEventListener("change", showForwards);
+$("question").addEventListener("keydown", sendOnEnter);
+$("composer").addEventListener("submit", (event) => { event.preventDefault(); submit(answer); });
+$("race").addEventListener("click", () => submit(race));
+$("stop").addEventListener("click", () => stopper?.abort());
+$("new-chat").addEventListener("click", startAnew);
+$("key-cancel").addEventListener("click", () => $("key-dialog").close());
+document.querySelectorAll(".example").forEach((example) => example.addEventListener("click", useExample));
+document.addEventListener("visibilitychange", () => { if (!document.hidden) followServer(); });
+document.addEventListener("scroll", noteScroll, { passive: true });
+
+showForwards(); // a reload may have kept the tick
+await model().catch((error) => { $("model").textContent = inWords(error); });
+keepFollowing();
