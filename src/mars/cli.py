@@ -68,7 +68,7 @@ def generate(
     show_steps: Annotated[bool, typer.Option("--show-steps", help="Colour the text by forward.")] = False,
 ) -> None:
     """Answer one prompt."""
-    loaded = _load(model, adapter, dial)
+    loaded = _warm(_load(model, adapter, dial))
     stream = loaded.stream(
         sys.stdin.read() if prompt == "-" else prompt,
         dial=dial,
@@ -101,7 +101,7 @@ def chat(
 ) -> None:
     """Chat in the terminal; /dial turns the dial between two answers."""
     console = Console(soft_wrap=True, highlight=False)
-    loaded = _load(model, adapter, dial)
+    loaded = _warm(_load(model, adapter, dial))
     turned = loaded.dial(dial)
     history: list[dict[str, str]] = []
     console.print(f"{model}, dial {turned}. {CHAT_HELP}.", style="dim", markup=False)
@@ -218,7 +218,7 @@ def demo() -> None:
         "text and speed come from this machine, now. Code, sums and lists, as here, gain most; free prose gains "
         "least.\n"
     )
-    model = _load("smollm2-135m", None, None)
+    model = _warm(_load("smollm2-135m", None, None))
     model.generate("Hello", max_new_tokens=4)  # the first forwards of a process are slow: keep them out of the table
     for prompt in DEMO_PROMPTS:
         answers = []
@@ -277,6 +277,14 @@ def _load(model: str, adapter: str | None, dial: str | None, dtype: str | None =
     logging.disable_progress_bar()
     with Console(stderr=True).status(f"Loading {model} …"):
         return load(model, adapter=adapter, dtype=dtype)
+
+
+def _warm(model: Model) -> Model:
+    """Have a GPU ready for one request at a time."""
+    if model.checkpoint.device.type == "cuda":
+        with Console(stderr=True).status("Warming up, which takes a minute the first time …"):
+            model.warm_up(rows=1)
+    return model
 
 
 def _say(console: Console, model: Model, messages: list[dict[str, str]], **options: object) -> str:
