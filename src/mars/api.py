@@ -20,7 +20,7 @@ from mars.method.sampling import Sampling
 from mars.method.windows import Shape
 from mars.models import Checkpoint, Settings, load_checkpoint
 from mars.models.builtin import NAME as DEFAULT_MODEL
-from mars.models.checkpoint import Messages, Prompt
+from mars.models.prompts import Messages, Prompt
 
 
 def load(

@@ -210,6 +210,54 @@ def bench(
 
 
 @app.command()
+def serve(
+    model: ModelOption = "smollm2-135m",
+    adapter: AdapterOption = None,
+    dial: DialOption = None,
+    floor: Annotated[str | None, typer.Option("--floor", help="Loosest dial that may be asked for.")] = None,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port")] = 8000,
+    rows: Annotated[int, typer.Option("--rows", help="Requests that are decoded together.")] = 64,
+    memory: Annotated[
+        float | None, typer.Option("--memory", help="Cache: bytes, or on a GPU a share of what is free.")
+    ] = None,
+    max_waiting: Annotated[int, typer.Option("--max-waiting", help="Requests that may wait; more get a 429.")] = 256,
+    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", help="Longest answer allowed.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", envvar="MARS_API_KEY", help="Needed by all requests, if given.")
+    ] = None,
+    admin_key: Annotated[
+        str | None, typer.Option("--admin-key", envvar="MARS_ADMIN_KEY", help="Needed to turn the server's dial.")
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="What the model is called; default: as given.")] = None,
+) -> None:
+    """Serve a model with OpenAI's API."""
+    from mars.method.dials import Dial
+
+    try:
+        from mars.serving.server import Serving, run
+    except ImportError as error:
+        raise MarsError(f"serving needs more packages ({error.name}): pip install 'mars-llm[serve]'") from None
+    run(
+        Serving(
+            model=model,
+            adapter=adapter,
+            dial=None if dial is None else Dial.parse(dial),
+            floor=None if floor is None else Dial.parse(floor),
+            host=host,
+            port=port,
+            rows=rows,
+            memory=memory,
+            max_waiting=max_waiting,
+            max_new_tokens=max_new_tokens,
+            api_key=api_key,
+            admin_key=admin_key,
+            name=name,
+        )
+    )
+
+
+@app.command()
 def demo() -> None:
     """Show one-token, exact and threshold side by side on the built-in model."""
     console = Console(highlight=False)

@@ -7,6 +7,7 @@ what the forward decided comes back in one small copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,12 +22,26 @@ from mars.method.sampling import Sampling, SamplingBatch
 from mars.method.tensors import send
 from mars.method.windows import Shape, Window, WindowBatch, lay_out
 from mars.models.checkpoint import Checkpoint
+from mars.models.settings import Settings
 
 PREFILL_CHUNK = 512
 """Prompt tokens per row and forward, so that a long prompt does not need a huge attention mask"""
 
 
-def require_masks(checkpoint: Checkpoint, dial: Dial) -> None:
+class Limits(Protocol):
+    """What of a checkpoint decides whether a request can be served."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def settings(self) -> Settings | None: ...
+    @property
+    def vocabulary(self) -> int: ...
+    @property
+    def context(self) -> int | None: ...
+
+
+def require_masks(checkpoint: Limits, dial: Dial) -> None:
     """Raise if the dial needs masks and the model was never taught to read them."""
     if dial.uses_masks and checkpoint.settings is None:
         raise MarsError(
@@ -161,13 +176,15 @@ class Decoder:
         return seen, counts
 
 
-def check_request(checkpoint: Checkpoint, request: Request) -> None:
+def check_request(checkpoint: Limits, request: Request) -> None:
     """Raise if the request cannot be served."""
     require_masks(checkpoint, request.dial)
     if not request.prompt:
         raise MarsError("the prompt is empty: give at least one token")
     if not 0 <= min(request.prompt) <= max(request.prompt) < checkpoint.vocabulary:
         raise MarsError(f"the prompt has tokens outside the vocabulary of {checkpoint.vocabulary}")
+    if unknown := [token for token in request.sampling.logit_bias if not 0 <= token < checkpoint.vocabulary]:
+        raise MarsError(f"logit_bias names token {unknown[0]}, but the vocabulary has {checkpoint.vocabulary} tokens")
     if request.max_new_tokens < 1:
         raise MarsError(f"max_new_tokens must be at least 1, not {request.max_new_tokens}")
     least = 2 if request.dial.uses_masks else 1

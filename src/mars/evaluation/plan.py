@@ -13,8 +13,8 @@ from mars.evaluation.peers import check_peer
 from mars.method.dials import Dial
 from mars.method.windows import Shape
 from mars.models import Checkpoint, builtin
-from mars.models.checkpoint import Prompt
 from mars.models.loading import brings_adapter
+from mars.models.prompts import Prompt
 from mars.training.rows import read_rows, to_prompt
 
 PROMPTS: tuple[Prompt, ...] = (

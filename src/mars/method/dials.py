@@ -86,6 +86,11 @@ class Dial:
         return self.kind in ("exact", "relaxed")
 
     @property
+    def is_loose(self) -> bool:
+        """May the text differ from the AR model's?"""
+        return self.kind in ("relaxed", "threshold")
+
+    @property
     def tolerance(self) -> float:
         """δ: 1 admits only what the AR model would have written."""
         return self.value if self.kind == "relaxed" and self.value is not None else 1.0

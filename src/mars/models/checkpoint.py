@@ -1,21 +1,14 @@
-"""A loaded model with its tokenizer and settings, and the way from a prompt to tokens."""
+"""A loaded model with its tokenizer and settings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
-from typing import cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from mars.errors import MarsError
+from mars.models.prompts import Prompt, encode
 from mars.models.settings import Settings, end_tokens
-
-Messages = Sequence[Mapping[str, str]]
-Prompt = str | Messages | Sequence[int]
-"""A question, a chat, or tokens to continue as they are"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,28 +44,4 @@ class Checkpoint:
 
     def encode(self, prompt: Prompt, system: str | None = None) -> list[int]:
         """Tokens of a prompt. Text becomes a user's message where the model knows how to chat."""
-        if isinstance(prompt, str):
-            if not prompt.strip():
-                raise MarsError("the prompt is empty: write a question or some text to continue")
-            if self.tokenizer.chat_template is None and system is None:
-                return list(self.tokenizer(prompt)["input_ids"])
-            prompt = [{"role": "user", "content": prompt}]
-        elif not prompt:
-            raise MarsError("the prompt is empty: give at least one message or token")
-        elif isinstance(prompt[0], Integral):
-            if system is not None:
-                raise MarsError("a system prompt needs text or messages, not tokens")
-            return [int(token) for token in cast(Sequence[int], prompt)]
-        return self._encode_chat(cast(Messages, prompt), system)
-
-    def _encode_chat(self, messages: Messages, system: str | None) -> list[int]:
-        if self.tokenizer.chat_template is None:
-            raise MarsError(f"{self.name} has no chat template, so it cannot chat: give plain text, no system prompt")
-        opening = [] if system is None else [{"role": "system", "content": system}]
-        try:
-            tokens = self.tokenizer.apply_chat_template(
-                [*opening, *map(dict, messages)], add_generation_prompt=True, tokenize=True, return_dict=True
-            )
-        except Exception as error:  # templates are programs of the model's authors and raise what they like
-            raise MarsError(f"the chat template of {self.name} refuses these messages: {error}") from error
-        return list(tokens["input_ids"])
+        return encode(self.tokenizer, prompt, system, self.name)

@@ -13,7 +13,7 @@ from itertools import takewhile
 from transformers import PreTrainedTokenizerBase
 
 from mars.errors import MarsError
-from mars.models.checkpoint import Messages
+from mars.models.prompts import Messages
 
 PROBE = "mars0probe"
 """One plain word, which no template trims or reacts to"""

@@ -1,0 +1,50 @@
+"""From a prompt to tokens: a question, a chat, or tokens as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any, cast
+
+from transformers import PreTrainedTokenizerBase
+
+from mars.errors import MarsError
+
+Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Messages | Sequence[int]
+"""A question, a chat, or tokens to continue as they are"""
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, system: str | None = None, name: str = "the model"
+) -> list[int]:
+    """Tokens of a prompt. Text becomes a user's message where the model knows how to chat."""
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise MarsError("the prompt is empty: write a question or some text to continue")
+        if tokenizer.chat_template is None and system is None:
+            return list(tokenizer(prompt)["input_ids"])
+        prompt = [{"role": "user", "content": prompt}]
+    elif not prompt:
+        raise MarsError("the prompt is empty: give at least one message or token")
+    elif isinstance(prompt[0], Integral):
+        if system is not None:
+            raise MarsError("a system prompt needs text or messages, not tokens")
+        return [int(token) for token in cast(Sequence[int], prompt)]
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    return encode_chat(tokenizer, [*opening, *cast(Messages, prompt)], name)
+
+
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, name: str = "the model", **options: Any
+) -> list[int]:
+    """Tokens of a chat up to where the model's answer begins; ``options`` go to its template."""
+    if tokenizer.chat_template is None:
+        raise MarsError(f"{name} has no chat template, so it cannot chat: give plain text, no system prompt")
+    try:
+        tokens = tokenizer.apply_chat_template(
+            [dict(each) for each in messages], add_generation_prompt=True, tokenize=True, return_dict=True, **options
+        )
+    except Exception as error:  # templates are programs of the model's authors and raise what they like
+        raise MarsError(f"the chat template of {name} refuses these messages: {error}") from error
+    return list(tokens["input_ids"])

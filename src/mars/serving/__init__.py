@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server over the engine, with a dial that turns while it runs."""

@@ -1,0 +1,345 @@
+"""The server: endpoints, keys and limits around a `Backend`."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import mars
+from mars.decoding.request import Request as EngineRequest
+from mars.errors import MarsError
+from mars.method.dials import Dial
+from mars.models.prompts import encode, encode_chat
+from mars.serving import errors, replies
+from mars.serving.backend import Backend, EngineGoneError, Ticket
+from mars.serving.errors import ApiError, to_api_error
+from mars.serving.messages import Ready
+from mars.serving.metrics import Metrics
+from mars.serving.protocol import (
+    ChatCompletionRequest,
+    Completing,
+    CompletionRequest,
+    DetokenizeRequest,
+    DialRequest,
+    TokenizeRequest,
+)
+
+PAGE = Path(__file__).parent / "page"
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the operator allows."""
+
+    api_key: str | None = None
+    admin_key: str | None = None
+    """For turning the server's dial; without one, whoever may ask may turn it"""
+    floor: Dial | None = None
+    """The loosest dial; None: any"""
+    max_body: int = 4 * 2**20
+    max_new_tokens: int | None = None
+    """Of one answer; longer ones are refused"""
+
+    def allows(self, dial: Dial) -> bool:
+        """Is this dial as strict as the floor? Dials of different kinds cannot be compared, so only its own kind is."""
+        if self.floor is None or not dial.is_loose:
+            return True
+        same = (dial.kind, dial.measure) == (self.floor.kind, self.floor.measure)
+        return same and (dial.value or 0.0) >= (self.floor.value or 0.0)
+
+    def require(self, dial: Dial) -> Dial:
+        if not self.allows(dial):
+            raise ApiError(400, f"the dial {dial} is not allowed here: nothing looser than {self.floor}", param="dial")
+        return dial
+
+
+class Service:
+    """The endpoints' common ground."""
+
+    def __init__(self, backend: Backend, rules: Rules, name: str | None = None) -> None:
+        self.backend = backend
+        self.rules = rules
+        self._name = name
+        self.metrics = Metrics(backend, self.name)
+
+    @property
+    def facts(self) -> Ready:
+        if self.backend.facts is None:
+            raise EngineGoneError("the engine is not ready: try again in a moment")
+        return self.backend.facts
+
+    @property
+    def name(self) -> str:
+        return self._name or self.facts.name
+
+    @property
+    def dial(self) -> Dial:
+        return self.backend.dial or self.facts.dial
+
+    def turn(self, dial: Dial) -> None:
+        self.backend.turn(self.rules.require(dial))
+
+    def check_model(self, model: str) -> None:
+        if model != self.name:
+            raise ApiError(
+                404, f"there is no model {model}: this server has {self.name}", param="model", code="model_not_found"
+            )
+
+    def submit(self, asked: Completing, prompt: list[int], limit: int | None) -> list[Ticket]:
+        """The ``n`` choices of a prompt."""
+        self.check_model(asked.model)
+        dial = None if asked.dial is None else self.rules.require(Dial.parse(asked.dial))
+        most = self.rules.max_new_tokens
+        if most is not None and (limit or 0) > most:
+            raise ApiError(400, f"at most {most} new tokens are allowed, not {limit}", param="max_tokens")
+        room = (self.facts.context or len(prompt) + 2**16) - len(prompt)
+        tickets: list[Ticket] = []
+        try:
+            for choice in range(asked.n):
+                request = EngineRequest(
+                    prompt,
+                    dial or self.dial,
+                    asked.sampling(choice),
+                    max_new_tokens=min(limit or most or room, max(1, room)),
+                    stop=asked.stops,
+                    block_size=self.facts.block_size,
+                )
+                tickets.append(self.backend.submit(request, follows=dial is None))
+        except MarsError:
+            self.drop(tickets)
+            raise
+        return tickets
+
+    def drop(self, tickets: Sequence[Ticket]) -> None:
+        """Be done with them, finished or not."""
+        for ticket in tickets:
+            self.backend.drop(ticket)
+            self.metrics.finish(ticket)
+
+    async def respond(
+        self, http: Request, asked: Completing, reply: replies.Reply, prompts: list[list[int]], limit: int | None
+    ) -> Response:
+        tickets: list[Ticket] = []
+        try:
+            for prompt in prompts:
+                tickets += self.submit(asked, prompt, limit)
+            first = await _unless_gone(http, tickets[0].advance())  # an error up to here has a status of its own
+        except BaseException:
+            self.drop(tickets)
+            raise
+        if first is None:
+            self.drop(tickets)
+            return Response(status_code=499)  # nobody reads it
+        count = sum(map(len, prompts))
+        if asked.stream:
+            wants_usage = asked.stream_options is not None and asked.stream_options.include_usage
+            events = self._events(tickets, first, reply, count if wants_usage else None)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        try:
+            await _unless_gone(http, _finish(tickets))
+        finally:
+            self.drop(tickets)
+        answers = [ticket.answer for ticket in tickets]
+        return JSONResponse(reply.whole(count, answers, [answer.text for answer in answers]))
+
+    async def _events(
+        self, tickets: Sequence[Ticket], first: list[str], reply: replies.Reply, prompt_tokens: int | None
+    ) -> AsyncIterator[str]:
+        """Chunks of all choices as they come. What piles up while a client reads goes into one chunk."""
+        try:
+            for index in range(len(tickets)):
+                if opening := reply.opening(index):
+                    yield replies.event(opening)
+            async for index, pieces in _merge(tickets, first):
+                answer = tickets[index].answer
+                if any(pieces):
+                    yield replies.event(reply.text(index, pieces, answer.steps[-len(pieces) :]))
+                if tickets[index].is_finished:
+                    yield replies.event(reply.closing(index, answer))
+            if prompt_tokens is not None:
+                yield replies.event(reply.account(prompt_tokens, [ticket.answer for ticket in tickets]))
+            yield replies.DONE
+        except MarsError as error:
+            yield replies.event(to_api_error(error).body)
+        finally:
+            self.drop(tickets)
+
+
+async def _finish(tickets: Sequence[Ticket]) -> list[str]:
+    for ticket in tickets:
+        while not ticket.is_finished:
+            await ticket.advance()
+    return []
+
+
+async def _merge(tickets: Sequence[Ticket], first: list[str]) -> AsyncIterator[tuple[int, list[str]]]:
+    """(index, the texts of its new forwards), whichever comes next; ``first`` has come for the first one already."""
+    yield 0, first
+    waiting: dict[asyncio.Task[list[str]], int] = {}
+
+    def wait_for(index: int) -> None:
+        if not tickets[index].is_finished:
+            waiting[asyncio.create_task(tickets[index].advance())] = index
+
+    try:
+        for index in range(len(tickets)):
+            wait_for(index)
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index = waiting.pop(task)
+                yield index, task.result()
+                wait_for(index)
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+async def _unless_gone(http: Request, work: Coroutine[Any, Any, list[str]]) -> list[str] | None:
+    """What the work gives, or None as soon as the client has hung up."""
+
+    async def gone() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.create_task(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        watch.cancel()
+
+
+class BodyLimit:
+    """Refuses bodies that are too long, before they are read."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app = app
+        self._most = most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        body, ended = b"", False
+        too_long = declared.isdigit() and int(declared) > self._most
+        while not ended and not too_long:
+            message = await receive()
+            body += message.get("body", b"")
+            ended = not message.get("more_body", False)
+            too_long = len(body) > self._most
+        if too_long:
+            await ApiError(413, f"the body is longer than {self._most} bytes").response()(scope, receive, send)
+            return
+        parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def again() -> Message:
+            return parts.pop() if parts else await receive()
+
+        await self._app(scope, again, send)
+
+
+def create_app(backend: Backend, rules: Rules, name: str | None = None) -> FastAPI:
+    service = Service(backend, rules, name)
+
+    def user(http: Request) -> None:
+        _require_key(http, [rules.api_key, rules.admin_key] if rules.api_key else [])
+
+    def operator(http: Request) -> None:
+        _require_key(http, [rules.admin_key] if rules.admin_key else [rules.api_key] if rules.api_key else [])
+
+    app = FastAPI(title="MARS", version=mars.__version__, docs_url=None, redoc_url=None)
+    app.add_middleware(BodyLimit, most=rules.max_body)
+    errors.install(app)
+    guarded = [Depends(user)]
+
+    @app.post("/v1/chat/completions", dependencies=guarded)
+    async def chat_completions(asked: ChatCompletionRequest, http: Request) -> Response:
+        service.check_model(asked.model)
+        messages = [each.as_dict() for each in asked.messages]
+        prompt = encode_chat(service.facts.tokenizer, messages, service.name)
+        return await service.respond(http, asked, replies.Reply("chat.completion", service.name), [prompt], asked.limit)
+
+    @app.post("/v1/completions", dependencies=guarded)
+    async def completions(asked: CompletionRequest, http: Request) -> Response:
+        service.check_model(asked.model)
+        tokenizer = service.facts.tokenizer
+        prompts = [each if isinstance(each, list) else list(tokenizer(each)["input_ids"]) for each in asked.prompts]
+        return await service.respond(http, asked, replies.Reply("text_completion", service.name), prompts, asked.limit)
+
+    @app.get("/v1/models", dependencies=guarded)
+    async def models() -> dict[str, Any]:
+        entry = {"id": service.name, "object": "model", "created": 0, "owned_by": "mars"}
+        return {"object": "list", "data": [entry | {"max_model_len": service.facts.context}]}
+
+    @app.post("/tokenize", dependencies=guarded)
+    async def tokenize(asked: TokenizeRequest) -> dict[str, Any]:
+        tokenizer = service.facts.tokenizer
+        if asked.messages is not None:
+            tokens = encode(tokenizer, [each.as_dict() for each in asked.messages], name=service.name)
+        else:
+            tokens = list(tokenizer(asked.prompt, add_special_tokens=asked.add_special_tokens)["input_ids"])
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": service.facts.context}
+
+    @app.post("/detokenize", dependencies=guarded)
+    async def detokenize(asked: DetokenizeRequest) -> dict[str, str]:
+        if asked.tokens and max(asked.tokens) >= service.facts.vocabulary:
+            raise ApiError(400, f"the vocabulary has {service.facts.vocabulary} tokens", param="tokens")
+        return {"prompt": service.facts.tokenizer.decode(asked.tokens)}
+
+    def dial_state() -> dict[str, Any]:
+        return {"dial": str(service.dial), "floor": None if rules.floor is None else str(rules.floor), "auto": False}
+
+    @app.get("/v1/dial", dependencies=guarded)
+    async def show_dial() -> dict[str, Any]:
+        return dial_state()
+
+    @app.put("/v1/dial", dependencies=[Depends(operator)])
+    async def turn_dial(asked: DialRequest) -> dict[str, Any]:
+        service.turn(Dial.parse(asked.dial))
+        return dial_state()
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        if backend.is_ready:
+            return JSONResponse({"status": "ok"})
+        return ApiError(503, backend.failure or "the engine is being started", "service_unavailable").response()
+
+    @app.get("/metrics", include_in_schema=False)
+    async def metrics() -> Response:
+        return Response(service.metrics.text(str(service.dial)), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": mars.__version__}
+
+    for file in sorted(PAGE.iterdir()):
+        path = "/" if file.name == "index.html" else f"/{file.name}"
+        app.add_route(path, _file(file), include_in_schema=False)
+    return app
+
+
+def _file(path: Path) -> Callable[[Request], Awaitable[Response]]:
+    async def send(_: Request) -> Response:
+        return FileResponse(path)
+
+    return send
+
+
+def _require_key(http: Request, keys: Sequence[str | None]) -> None:
+    """One of the keys must be there, if there are any; compared in constant time."""
+    given = http.headers.get("authorization", "").removeprefix("Bearer ").encode()
+    matches = [secrets.compare_digest(given, (key or "").encode()) for key in keys if key]
+    if matches and not any(matches):
+        raise ApiError(401, "a valid API key is needed: Authorization: Bearer …", code="invalid_api_key")

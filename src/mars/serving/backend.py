@@ -1,0 +1,223 @@
+"""The server's side of the engine: starts its process, hands requests over, and shares out what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable
+from itertools import count
+from multiprocessing.connection import Connection
+
+from mars.decoding.decoder import check_request
+from mars.decoding.request import Answer, Request
+from mars.engine import QueueFullError
+from mars.errors import MarsError
+from mars.method.dials import Dial
+from mars.serving import worker
+from mars.serving.messages import (
+    Ask,
+    Drop,
+    Failed,
+    FromEngine,
+    FromServer,
+    Gauges,
+    News,
+    Ready,
+    Refused,
+    Turn,
+    Written,
+)
+
+log = logging.getLogger("mars.serving")
+RESTART_SECONDS = 1.0
+"""Before the engine's process is started again"""
+STOP_SECONDS = 5.0
+
+
+class EngineGoneError(MarsError):
+    """The engine's process has died; it is being started again."""
+
+
+class Ticket:
+    """A request on its way. News are kept until somebody takes them, several forwards at once if need be."""
+
+    def __init__(self, number: int, answer: Answer, follows: bool) -> None:
+        self.number = number
+        self.follows = follows
+        """Does it obey the server's dial?"""
+        self.answer = answer
+        self.started = time.perf_counter()
+        self._news: list[Written] = []
+        self._error: MarsError | None = None
+        self._changed = asyncio.Event()
+
+    def put(self, news: Written) -> None:
+        self._news.append(news)
+        self._changed.set()
+
+    def fail(self, error: MarsError) -> None:
+        self._error = error
+        self._changed.set()
+
+    @property
+    def is_finished(self) -> bool:
+        return self.answer.finish_reason is not None
+
+    async def advance(self) -> list[str]:
+        """Wait for news and put them into the answer; returns the text of each new forward."""
+        await self._changed.wait()
+        self._changed.clear()
+        if self._error is not None:
+            raise self._error
+        news, self._news = self._news, []
+        before = len(self.answer.steps)
+        for each in news:
+            for tokens in each.steps:
+                self.answer.emit(tokens)
+            self.answer.checked, self.answer.agreed = each.checked, each.agreed
+        return self.answer.pieces[before:]
+
+
+class Backend:
+    """One engine in a process of its own."""
+
+    def __init__(self, options: worker.EngineOptions) -> None:
+        self._options = options
+        self._numbers = count()
+        self._tickets: dict[int, Ticket] = {}
+        self._connection: Connection | None = None
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._is_stopping = False
+        self._changed = asyncio.Event()
+        self.facts: Ready | None = None
+        """Of the model, once it is loaded"""
+        self.is_ready = False
+        self.failure: str | None = None
+        """Why the engine is not there"""
+        self.gauges = Gauges()
+        self.restarts = 0
+        self.dial: Dial | None = None
+        """The server's; None: the model's own"""
+        self.listeners: list[Callable[[FromEngine], None]] = []
+
+    # --- its life
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        context = multiprocessing.get_context("spawn")  # CUDA and threads do not survive a fork
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(
+            target=worker.run, args=(theirs, self._options), daemon=True, name="mars-engine"
+        )
+        self._process.start()
+        theirs.close()
+        threading.Thread(target=self._listen, args=(self._connection,), daemon=True, name="mars-listener").start()
+
+    async def ready(self) -> None:
+        """Wait until the model is loaded; raises if that fails the first time."""
+        while not self.is_ready:
+            await self._changed.wait()
+            self._changed.clear()
+            if self.failure is not None and self.facts is None:
+                raise MarsError(self.failure)
+
+    async def stop(self) -> None:
+        self._is_stopping = True
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
+            await asyncio.to_thread(self._process.join, STOP_SECONDS)
+            self._process.kill()
+
+    def _listen(self, connection: Connection) -> None:
+        """In a thread: pass on what the engine says, until it hangs up."""
+        try:
+            while True:
+                self._loop.call_soon_threadsafe(self._hear, connection.recv())
+        except (EOFError, OSError):
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._lost, connection)
+
+    def _lost(self, connection: Connection) -> None:
+        """The process has ended: fail what was running, and start anew."""
+        if self._is_stopping or connection is not self._connection:
+            return
+        self.is_ready = False
+        self.failure = self.failure or "the engine's process has ended"
+        log.error("engine lost: %s", self.failure)
+        self._changed.set()
+        for ticket in list(self._tickets.values()):
+            ticket.fail(EngineGoneError(f"{self.failure}; it is being started again: try again in a moment"))
+        self._tickets.clear()
+        self.gauges = Gauges()
+        if self.facts is not None:  # it worked before
+            self.restarts += 1
+            self._loop.call_later(RESTART_SECONDS, self._restart)
+
+    def _restart(self) -> None:
+        if not self._is_stopping:
+            self.start()
+
+    def _hear(self, message: FromEngine) -> None:
+        match message:
+            case Ready():
+                self.facts, self.is_ready, self.failure = message, True, None
+                if self.dial is not None:
+                    self._send(Turn(self.dial))
+                self._changed.set()
+            case Refused(number, reason, queue_is_full):
+                if ticket := self._tickets.pop(number, None):
+                    ticket.fail((QueueFullError if queue_is_full else MarsError)(reason))
+            case News(written, gauges):
+                self.gauges = gauges
+                for each in written:
+                    self._share(each)
+            case Failed(reason):
+                self.failure = reason
+        for listener in self.listeners:
+            listener(message)
+
+    def _share(self, news: Written) -> None:
+        ticket = self._tickets.get(news.number)
+        if ticket is not None:
+            ticket.put(news)
+            if news.finish_reason is not None:
+                del self._tickets[news.number]
+
+    # --- requests
+
+    def submit(self, request: Request, *, follows: bool) -> Ticket:
+        if not self.is_ready or self.facts is None:
+            raise EngineGoneError("the engine is not ready: try again in a moment")
+        facts, most = self.facts, self._options.max_waiting
+        check_request(facts, request)
+        if most is not None and len(self._tickets) >= self._options.rows + most:
+            raise QueueFullError(f"{len(self._tickets)} requests are running or waiting already: try again later")
+        number = next(self._numbers)
+        answer = Answer(request, facts.tokenizer, facts.end_tokens, facts.context)
+        ticket = self._tickets[number] = Ticket(number, answer, follows)
+        self._send(Ask(number, request, follows))
+        return ticket
+
+    def drop(self, ticket: Ticket) -> None:
+        """Free its row at once, if it still has one."""
+        if self._tickets.pop(ticket.number, None) is not None:
+            self._send(Drop(ticket.number))
+
+    def turn(self, dial: Dial) -> None:
+        self.dial = dial
+        for ticket in self._tickets.values():
+            if ticket.follows:
+                ticket.answer.request.dial = dial
+        if self.is_ready:
+            self._send(Turn(dial))
+
+    def _send(self, message: FromServer) -> None:
+        try:
+            if self._connection is not None:
+                self._connection.send(message)
+        except OSError:
+            pass  # the listener notices, too

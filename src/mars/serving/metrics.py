@@ -1,0 +1,76 @@
+"""Gauges for Prometheus, under vLLM's names where they mean the same."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from mars.serving.backend import Backend, Ticket
+from mars.serving.messages import FromEngine, News
+
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+
+
+class Metrics:
+    """Everything that is counted, in a registry of its own."""
+
+    def __init__(self, backend: Backend, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._backend = backend
+        self._model = model
+        self.running = self._make(Gauge, "vllm:num_requests_running", "Requests that are being decoded")
+        self.waiting = self._make(Gauge, "vllm:num_requests_waiting", "Requests that wait for a row")
+        self.cache_use = self._make(Gauge, "vllm:kv_cache_usage_perc", "Share of the cache in use, 1 is all")
+        self.prompt_tokens = self._make(Counter, "vllm:prompt_tokens", "Prompt tokens of finished requests")
+        self.generation_tokens = self._make(Counter, "vllm:generation_tokens", "Tokens written")
+        self.finished = Counter(
+            "vllm:request_success",
+            "Requests by how they ended",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self.first_token = self._make(Histogram, "vllm:time_to_first_token_seconds", "From request to first token")
+        self.per_token = self._make(Histogram, "vllm:inter_token_latency_seconds", "Between tokens, after the first")
+        self.whole = self._make(Histogram, "vllm:e2e_request_latency_seconds", "From request to last token")
+        self.forwards = self._make(Counter, "mars:row_forwards", "Forwards, counted once for every row in them")
+        self.checked = self._make(Counter, "mars:tokens_checked", "Tokens whose AR choice is known")
+        self.agreed = self._make(Counter, "mars:tokens_agreed", "Of those, how many are that choice")
+        self.restarts = self._make(Gauge, "mars:engine_restarts", "How often the engine's process was started again")
+        self.dial = Gauge("mars:dial", "1 for the server's dial", ["model_name", "dial"], registry=self.registry)
+        backend.listeners.append(self._hear)
+
+    def _make(self, kind: Any, name: str, text: str) -> Any:
+        options = {"buckets": SECONDS} if kind is Histogram else {}
+        return kind(name, text, ["model_name"], registry=self.registry, **options).labels(self._model)
+
+    def _hear(self, message: FromEngine) -> None:
+        if isinstance(message, News):
+            self.forwards.inc(sum(len(each.steps) for each in message.written))
+            self.generation_tokens.inc(sum(len(step) for each in message.written for step in each.steps))
+
+    def finish(self, ticket: Ticket) -> None:
+        """A request has ended, one way or another."""
+        answer = ticket.answer
+        self.finished.labels(self._model, answer.finish_reason or "abort").inc()
+        self.prompt_tokens.inc(len(answer.request.prompt))
+        self.checked.inc(answer.checked)
+        self.agreed.inc(answer.agreed)
+        if answer.times:
+            first, last = answer.times[0], answer.times[-1]
+            self.first_token.observe(first)
+            later = len(answer.token_ids) - answer.steps[0]
+            if later:
+                self.per_token.observe((last - first) / later)
+            self.whole.observe(time.perf_counter() - ticket.started)
+
+    def text(self, dial: str) -> bytes:
+        gauges = self._backend.gauges
+        self.running.set(gauges.running)
+        self.waiting.set(gauges.waiting)
+        self.cache_use.set(gauges.pages_used)
+        self.restarts.set(self._backend.restarts)
+        self.dial.clear()
+        self.dial.labels(self._model, dial).set(1)
+        return generate_latest(self.registry)

@@ -1,0 +1,97 @@
+"""``mars serve``: options in, a running server out."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import uvicorn
+from rich.console import Console
+
+from mars.errors import MarsError
+from mars.method.dials import Dial
+from mars.models import builtin
+from mars.serving.app import Rules, create_app
+from mars.serving.backend import Backend
+from mars.serving.worker import EngineOptions
+
+DRAIN_SECONDS = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    model: str
+    adapter: str | None
+    dial: Dial | None
+    floor: Dial | None
+    host: str
+    port: int
+    rows: int
+    memory: float | None
+    max_waiting: int
+    max_new_tokens: int | None
+    api_key: str | None
+    admin_key: str | None
+    name: str | None
+
+
+def run(serving: Serving) -> None:
+    """Serve until somebody says stop; then what is running may end within `DRAIN_SECONDS`."""
+    rules = Rules(serving.api_key, serving.admin_key, serving.floor, max_new_tokens=serving.max_new_tokens)
+    if serving.dial is not None and not rules.allows(serving.dial):
+        raise MarsError(f"the dial {serving.dial} is looser than the floor {serving.floor}")
+    if serving.model in (builtin.NAME, builtin.BASE):
+        builtin.fetch()  # shows its progress
+    asyncio.run(_serve(serving, rules))
+
+
+async def _serve(serving: Serving, rules: Rules) -> None:
+    console = Console(stderr=True, highlight=False)
+    listening = _listen(serving.host, serving.port)
+    backend = Backend(
+        EngineOptions(
+            serving.model,
+            serving.adapter,
+            rows=serving.rows,
+            memory=serving.memory,
+            max_waiting=serving.max_waiting,
+        )
+    )
+    backend.dial = serving.dial
+    backend.start()
+    try:
+        with console.status(f"Loading {serving.model} …"):
+            await backend.ready()
+        app = create_app(backend, rules, serving.name)
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN_SECONDS, lifespan="off"
+        )
+        host, port = listening.getsockname()[:2]
+        console.print(f"Serving {serving.name or serving.model} on http://{host}:{port}", markup=False)
+        await _Server(config).serve(sockets=[listening])
+    finally:
+        await backend.stop()
+
+
+class _Server(uvicorn.Server):
+    """Stops by itself when told to, rather than by the signal that told it; told twice, at once."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Take the address before a model is loaded for nothing."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise MarsError(f"{host}:{port} cannot be listened on: {error.strerror or error}") from None

@@ -1,0 +1,130 @@
+"""The engine in a process of its own: its steps do not wait for the network, and the server outlives it."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from mars.decoding.request import Answer
+from mars.engine import Engine, QueueFullError
+from mars.errors import MarsError
+from mars.models import load_checkpoint
+from mars.serving.messages import Ask, Drop, Failed, FromServer, Gauges, News, Ready, Refused, Turn, Written
+
+IDLE_SECONDS = 0.5
+"""Between two looks at the cache's integrity while there is nothing to do"""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How the engine's process makes its engine."""
+
+    model: str
+    adapter: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    rows: int = 64
+    memory: int | float | None = None
+    max_waiting: int | None = None
+
+
+def run(connection: Connection, options: EngineOptions) -> None:
+    """The process: load, say so, and step until the server hangs up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to stop
+    try:
+        Worker(connection, options).work()
+    except (EOFError, BrokenPipeError):
+        pass  # the server is gone
+    except Exception as error:
+        connection.send(Failed(f"{type(error).__name__}: {error}"))
+        raise
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that is not finished."""
+
+    number: int
+    answer: Answer
+    follows: bool
+    told: int = 0
+    """Forwards that the server knows of"""
+
+
+class Worker:
+    def __init__(self, connection: Connection, options: EngineOptions) -> None:
+        checkpoint = load_checkpoint(options.model, adapter=options.adapter, dtype=options.dtype, device=options.device)
+        self._connection = connection
+        self._engine = Engine(checkpoint, rows=options.rows, memory=options.memory, max_waiting=options.max_waiting)
+        for _ in self._engine.warm_up():
+            pass
+        self._open: dict[int, _Open] = {}
+        self._gauges = Gauges()
+        ready = Ready(
+            checkpoint.name,
+            checkpoint.tokenizer,
+            checkpoint.end_tokens,
+            checkpoint.context,
+            checkpoint.vocabulary,
+            checkpoint.settings,
+        )
+        self._dial = ready.dial
+        self._say(ready)
+
+    def work(self) -> None:
+        while True:
+            while self._connection.poll(0 if self._open else IDLE_SECONDS):
+                self._hear(self._connection.recv())
+            if self._open:
+                self._engine.step()
+            else:
+                self._engine.check()
+            self._tell()
+
+    def _hear(self, message: FromServer) -> None:
+        match message:
+            case Ask():
+                self._add(message)
+            case Drop(number):
+                if gone := self._open.pop(number, None):
+                    self._engine.cancel(gone.answer)
+            case Turn(dial):
+                self._dial = dial
+                for each in self._open.values():
+                    if each.follows:
+                        each.answer.request.dial = dial
+
+    def _add(self, ask: Ask) -> None:
+        request = replace(ask.request, dial=self._dial) if ask.follows else ask.request
+        try:
+            self._open[ask.number] = _Open(ask.number, self._engine.add(request), ask.follows)
+        except MarsError as error:
+            self._say(Refused(ask.number, str(error), isinstance(error, QueueFullError)))
+
+    def _tell(self) -> None:
+        """Send what this step brought, all requests together, and how full the engine is, if that has changed."""
+        written = [self._news_of(each) for each in self._open.values() if each.told < len(each.answer.steps)]
+        for each in written:
+            if each.finish_reason is not None:
+                del self._open[each.number]
+        engine = self._engine
+        gauges = Gauges(engine.running, engine.waiting, engine.pages.used / max(1, engine.pages.count - 1))
+        if written or gauges != self._gauges:
+            self._gauges = gauges
+            self._say(News(written, gauges))
+
+    def _news_of(self, each: _Open) -> Written:
+        answer = each.answer
+        new = answer.steps[each.told :]
+        each.told = len(answer.steps)
+        start = len(answer.token_ids) - sum(new)
+        steps = []
+        for size in new:
+            steps.append(answer.token_ids[start : start + size])
+            start += size
+        return Written(each.number, steps, answer.checked, answer.agreed, answer.finish_reason)
+
+    def _say(self, message: Any) -> None:
+        self._connection.send(message)
