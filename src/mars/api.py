@@ -102,6 +102,8 @@ class Model:
         *,
         dial: str | Dial | None = None,
         max_new_tokens: int = 256,
+        min_new_tokens: int = 0,
+        ignore_end: bool = False,
         system: str | None = None,
         stop: str | Sequence[str] = (),
         window: str | Shape | None = None,
@@ -113,7 +115,7 @@ class Model:
 
         ``dial``: see `mars.method.dials`; by default the checkpoint's own. ``window``: ``chain``, ``tree``, ``tree=N``,
         or None for the one that is fastest here and now. ``block_size``: tokens one forward predicts, by default what
-        the model was trained with.
+        the model was trained with. ``min_new_tokens``: no end before so many; ``ignore_end``: no end at all.
         Further options are those of `Sampling`: temperature, top_k, top_p, min_p, seed, …
         """
         if sampling is not None and sampling_options:
@@ -127,6 +129,8 @@ class Model:
             max_new_tokens=max_new_tokens,
             stop=(stop,) if isinstance(stop, str) else stop,
             block_size=block_size,
+            min_new_tokens=min_new_tokens,
+            ignore_end=ignore_end,
             shape=None if window is None else Shape.parse(window),
         )
 

@@ -305,3 +305,16 @@ def test_an_untrained_checkpoint_decodes_one_token_and_says_how_to_get_more(chec
     for dial in ("exact", "relaxed=0.5", "threshold=0.9"):
         with pytest.raises(MarsError, match="mars train"):
             Decoder(plain, [request([1, 2], dial)])
+
+
+@pytest.mark.parametrize("dial", DIALS)
+def test_an_answer_ends_no_sooner_than_asked(checkpoint: Checkpoint, dial: str) -> None:
+    asked = [request(prompt, dial, min_new_tokens=15, max_new_tokens=40) for prompt in prompts(12)]
+    found = answers(checkpoint, asked)
+    assert all(END not in answer.token_ids[:15] for answer in found)
+    assert any(answer.token_ids[-1] == END for answer in found), "none ends: a weak test"
+    endless = answers(checkpoint, [request(prompt, dial, ignore_end=True) for prompt in prompts(12)])
+    assert all(answer.tokens == 24 and answer.finish_reason == "length" for answer in endless)
+    assert any(END in answer.token_ids for answer in endless)
+    with pytest.raises(MarsError, match="min_new_tokens"):
+        answers(checkpoint, [request([1], min_new_tokens=25)])

@@ -79,10 +79,12 @@ requests = st.builds(
             seed=st.integers(0, 2**62),
         ),
     ),
+    min_new_tokens=st.sampled_from([0, 0, 6]),
+    ignore_end=st.sampled_from([False, False, True]),
     max_new_tokens=st.integers(1, 30),
     block_size=st.integers(2, 4),
     shape=st.sampled_from([None, Shape(1), Shape(2), Shape(None)]),
-)
+).map(lambda made: replace(made, min_new_tokens=min(made.min_new_tokens, made.max_new_tokens)))
 
 
 @dataclass

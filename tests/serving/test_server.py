@@ -267,3 +267,15 @@ def test_the_engine_is_started_again_when_it_dies(letters: Path) -> None:
         assert_error(http.post("/v1/chat/completions", json=endless()), 503, "try again")
         until(lambda: http.get("/health").status_code == 200, 60)
         assert http.post("/v1/chat/completions", json={"messages": ASK, **GREEDY}).status_code == 200
+
+
+def test_how_long_an_answer_must_be(client: openai.OpenAI) -> None:
+    def tokens(**extra: object) -> int:
+        found = client.chat.completions.create(messages=ASK, extra_body=extra, **(GREEDY | {"max_tokens": 60}))
+        assert found.usage is not None
+        return found.usage.completion_tokens
+
+    usual = tokens()
+    assert usual < 30, "the model does not end by itself: a weak test"
+    assert usual < usual + 5 <= tokens(min_tokens=usual + 5)
+    assert tokens(ignore_eos=True) == 60

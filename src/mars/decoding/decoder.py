@@ -92,7 +92,7 @@ class Decoder:
         ]
         self._rows = [Row(answer) for answer in self.answers]
         self._cache = Cache(len(requests), max(map(_slots, self.answers), default=0))
-        self._set_sampling([each.sampling.seeded() for each in requests])
+        self._set_sampling([each.drawing() for each in requests])
         self._seen, self._counts = self._count_prompts()
         use_windows(checkpoint.module)
 
@@ -163,7 +163,9 @@ class Decoder:
     def _set_sampling(self, rows: list[Sampling]) -> None:
         self._samplings = rows
         checkpoint = self.checkpoint
-        self._sampling = SamplingBatch.of(rows, checkpoint.vocabulary, checkpoint.mask_token_id, checkpoint.device)
+        self._sampling = SamplingBatch.of(
+            rows, checkpoint.vocabulary, checkpoint.mask_token_id, checkpoint.device, checkpoint.end_tokens
+        )
 
     def _count_prompts(self) -> tuple[Tensor | None, Tensor | None]:
         """Which tokens each row has seen and how often its answer used them, kept only if somebody asks."""
@@ -187,6 +189,8 @@ def check_request(checkpoint: Limits, request: Request) -> None:
         raise MarsError(f"logit_bias names token {unknown[0]}, but the vocabulary has {checkpoint.vocabulary} tokens")
     if request.max_new_tokens < 1:
         raise MarsError(f"max_new_tokens must be at least 1, not {request.max_new_tokens}")
+    if not 0 <= request.min_new_tokens <= request.max_new_tokens:
+        raise MarsError(f"min_new_tokens must be between 0 and max_new_tokens, not {request.min_new_tokens}")
     least = 2 if request.dial.uses_masks else 1
     if not isinstance(request.block_size, int) or request.block_size < least:
         raise MarsError(f"block_size must be at least {least} for the dial {request.dial}, not {request.block_size}")

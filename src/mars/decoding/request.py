@@ -6,7 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -102,6 +102,15 @@ class Request:
     """Tokens one forward predicts: the AR token and ``block_size - 1`` masks"""
     shape: Shape | None = None
     """None: any; the engine takes the fastest for `exact`, and a chain otherwise"""
+    min_new_tokens: int = 0
+    """No end token before so many others; stop strings still stop"""
+    ignore_end: bool = False
+    """Write on behind end tokens"""
+
+    def drawing(self) -> Sampling:
+        """The sampling with a seed, and with the position before which the text must not end."""
+        least = len(self.prompt) + self.min_new_tokens if self.min_new_tokens else 0
+        return replace(self.sampling.seeded(), min_position=least)
 
 
 class Answer:
@@ -137,7 +146,7 @@ class Answer:
         self._end = 0
         """Tokens whose pieces are made"""
         self._stops = StopStrings(request.stop)
-        self._end_tokens = end_tokens
+        self._end_tokens = frozenset() if request.ignore_end else end_tokens
         self._started = time.perf_counter()
         self._seconds = 0.0
 

@@ -146,7 +146,7 @@ class Engine:
             raise QueueFullError(f"{len(self._waiting)} requests are waiting already: try again later")
         checkpoint = self.checkpoint
         answer = Answer(request, checkpoint.tokenizer, checkpoint.end_tokens, checkpoint.context)
-        row = Row(answer, request.sampling.seeded(), (priority, next(self._numbers)))
+        row = Row(answer, request.drawing(), (priority, next(self._numbers)))
         needs, room = len(row.text) + answer.limit + self._margin, (self.pages.count - 1) * self.pages.size
         if needs > room:
             raise MarsError(

@@ -57,7 +57,8 @@ class GraphRunner(Runner):
         shapes = [Shape(groups) for groups in (*range(1, block_size), None)] if block_size > 1 else []
         self.layouts = [Layout(), *(Layout.of(shape, block_size) for shape in shapes)]
         self._compiled = Compiled(checkpoint.module)
-        torch._dynamo.mark_static(self._ban)
+        for constant in (self._ban, self._ends):
+            torch._dynamo.mark_static(constant)
         self.prepare = compiled(self.prepare)  # type: ignore[method-assign]
         self._compiled_conclude = compiled(super().conclude)
         self._records = True

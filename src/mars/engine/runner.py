@@ -15,7 +15,7 @@ from mars.engine.cache import PagedCache
 from mars.engine.layout import FixedWindows, Layout, lay_out
 from mars.engine.state import State
 from mars.method.dials import Dial, DialBatch, DialFeatures, decide
-from mars.method.sampling import Features, Sampling, SamplingBatch, token_bias
+from mars.method.sampling import Features, Sampling, SamplingBatch, mark, token_bias
 from mars.method.tensors import send
 from mars.models.checkpoint import Checkpoint
 
@@ -95,6 +95,7 @@ class Runner:
         self.state = state
         self.cache = cache
         self._by_kernel = cache.is_even and checkpoint.device.type == "cuda"
+        self._ends = send(mark(checkpoint.end_tokens, checkpoint.vocabulary), checkpoint.device)
         self._ban = send(token_bias([Sampling()], checkpoint.vocabulary, checkpoint.mask_token_id), checkpoint.device)
 
     @torch.inference_mode()
@@ -155,7 +156,7 @@ class Runner:
             fixed.batch,
             logits,
             DialBatch(numbers[:, 4:split], dials),
-            SamplingBatch(numbers[:, split:], bias, features),
+            SamplingBatch(numbers[:, split:], bias, features, self._ends),
             positions=state.cursor[slots],
             settled=state.settled[slots],
             **(state.history(slots) if features.penalises else {}),

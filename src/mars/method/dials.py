@@ -172,9 +172,10 @@ def decide(
     claims = windows.claims
     steps = torch.arange(claims.shape[1] + 1, device=claims.device)
     history = _along_claims(claims, seen, counts)
-    beliefs = sampling.adjust(windows.trunk_logits(logits), *history)
+    places = positions[:, None] + 1 + steps
+    beliefs = sampling.hold(sampling.adjust(windows.trunk_logits(logits), *history), places)
     scores = sampling.scores(beliefs)
-    choices = sampling.draw(scores, positions[:, None] + 1 + steps)  # what the AR model writes, if the claims stay
+    choices = sampling.draw(scores, places)  # what the AR model writes, if the claims stay
 
     real = steps[:-1] < windows.claim_count[:, None]
     agrees = real & (claims == choices[:, :-1])
@@ -185,9 +186,11 @@ def decide(
     token = choices.gather(1, accepted[:, None])[:, 0]
 
     beliefs, draft_count = windows.mask_logits(logits, accepted)
-    beliefs = sampling.adjust(beliefs, *(_behind(tokens, accepted)[:, None] for tokens in history))
     ahead = torch.arange(windows.masks, device=claims.device)
-    drafts = sampling.draw(sampling.scores(beliefs), (positions + accepted)[:, None] + 2 + ahead)
+    places = (positions + accepted)[:, None] + 2 + ahead
+    beliefs = sampling.adjust(beliefs, *(_behind(tokens, accepted)[:, None] for tokens in history))
+    beliefs = sampling.hold(beliefs, places)
+    drafts = sampling.draw(sampling.scores(beliefs), places)
     believed = confidence(beliefs, dials) >= dials.trust[:, None]
     trusted = leading(believed & (ahead < draft_count[:, None]))
     return Decision(accepted, agrees, token, drafts, draft_count, trusted)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -39,6 +39,8 @@ class Sampling:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
+    min_position: int = 0
+    """Of the text: no end token is drawn before it"""
 
     def __post_init__(self) -> None:
         _require(0 <= self.temperature < math.inf, "temperature must be 0 (greedy) or more", self.temperature)
@@ -69,7 +71,7 @@ class Sampling:
         seed = (self.seeded().seed or 0) & (2**63 - 1)
         limits = (self.temperature, self.top_k or vocabulary, self.top_p, self.min_p)
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        return [*limits, *penalties, seed >> 32, seed & (2**32 - 1)]
+        return [*limits, *penalties, seed >> 32, seed & (2**32 - 1), self.min_position]
 
     def seeded(self) -> Sampling:
         """The same with a seed; a fresh one if none was given."""
@@ -89,6 +91,8 @@ class Features:
     truncates: bool = False
     penalises: bool = False
     biases: bool = False
+    delays: bool = False
+    """Does some row keep from ending?"""
 
     @classmethod
     def of(cls, rows: Sequence[Sampling]) -> Features:
@@ -97,19 +101,22 @@ class Features:
             truncates=any(row.truncates for row in rows),
             penalises=any(row.penalises for row in rows),
             biases=any(row.logit_bias for row in rows),
+            delays=any(row.min_position for row in rows),
         )
 
 
 class SamplingBatch:
     """The sampling of several rows as tensors, each with one entry per row."""
 
-    NUMBERS = 9
+    NUMBERS = 10
 
-    def __init__(self, numbers: Tensor, bias: Tensor, features: Features) -> None:
-        """``numbers`` (rows, NUMBERS) are `Sampling.numbers`, ``bias`` (rows or 1, vocabulary) is added to logits."""
-        temperature, top_k, self.top_p, self.min_p, *penalties, high, low = numbers.unbind(1)
+    def __init__(self, numbers: Tensor, bias: Tensor, features: Features, ends: Tensor | None = None) -> None:
+        """``numbers`` (rows, NUMBERS) are `Sampling.numbers`, ``bias`` (rows or 1, vocabulary) is added to logits,
+        ``ends`` (vocabulary) marks the end tokens."""
+        temperature, top_k, self.top_p, self.min_p, *penalties, high, low, self.min_position = numbers.unbind(1)
         self.features = features
         self.bias = bias
+        self.ends = ends
         self.top_k = top_k
         self.repetition, self.presence, self.frequency = (each.float() for each in penalties)
         self.is_greedy = temperature == 0
@@ -124,10 +131,12 @@ class SamplingBatch:
         vocabulary: int,
         banned: int | None = None,
         device: torch.device | str = "cpu",
+        ends: Collection[int] = (),
     ) -> SamplingBatch:
-        """``banned`` is a token never drawn."""
+        """``banned`` is a token never drawn, ``ends`` are those that end a text."""
         numbers = torch.tensor([row.numbers(vocabulary) for row in rows], dtype=torch.float64).view(-1, cls.NUMBERS)
-        return cls(send(numbers, device), send(token_bias(rows, vocabulary, banned), device), Features.of(rows))
+        bias, features = send(token_bias(rows, vocabulary, banned), device), Features.of(rows)
+        return cls(send(numbers, device), bias, features, send(mark(ends, vocabulary), device))
 
     def adjust(self, logits: Tensor, seen: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
         """Logits (rows, positions, vocabulary) after bias, ban and penalties, as float32.
@@ -142,6 +151,13 @@ class SamplingBatch:
             logits = torch.where(seen, punished, logits)
             logits = logits - self.frequency[:, None, None] * counts - self.presence[:, None, None] * (counts > 0)
         return logits
+
+    def hold(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """Logits without end tokens, where the token at its position (rows, positions) must not be one."""
+        if not self.features.delays or self.ends is None:
+            return logits
+        early = positions < self.min_position[:, None]
+        return torch.where(early[:, :, None] & self.ends, -torch.inf, logits)
 
     def scores(self, logits: Tensor) -> Tensor:
         """What tokens are drawn by: adjusted logits after temperature and truncation (rows, positions, vocabulary)."""
@@ -184,6 +200,13 @@ def token_bias(rows: Sequence[Sampling], vocabulary: int, banned: int | None) ->
     if banned is not None:
         bias[:, banned] = -math.inf
     return bias
+
+
+def mark(tokens: Collection[int], vocabulary: int) -> Tensor:
+    """(vocabulary,): is it one of these?"""
+    marks = torch.zeros(vocabulary, dtype=torch.bool)
+    marks[[token for token in tokens if token < vocabulary]] = True
+    return marks
 
 
 def truncate(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

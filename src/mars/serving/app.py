@@ -112,6 +112,8 @@ class Service:
                     max_new_tokens=min(limit or most or room, max(1, room)),
                     stop=asked.stops,
                     block_size=self.facts.block_size,
+                    min_new_tokens=asked.min_tokens,
+                    ignore_end=asked.ignore_eos,
                 )
                 tickets.append(self.backend.submit(request, follows=dial is None))
         except MarsError:

@@ -41,6 +41,8 @@ class Completing(Strict):
     top_k: Annotated[int, Field(ge=0)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    ignore_eos: bool = False
     dial: str | None = None
     """For this request alone; by default the server's, also when that is turned"""
 
