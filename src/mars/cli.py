@@ -257,6 +257,21 @@ def serve(
     )
 
 
+@app.command("dial")
+def turn(
+    dial: Annotated[str | None, typer.Argument(help="What to turn it to; without one, it is only shown.")] = None,
+    url: Annotated[str, typer.Option("--url", help="Where mars serve listens.")] = "http://127.0.0.1:8000",
+    key: Annotated[str | None, typer.Option("--key", envvar="MARS_ADMIN_KEY", help="The server's admin key.")] = None,
+) -> None:
+    """Show or turn the dial of a running server."""
+    from mars.method.dials import Dial
+    from mars.serving.remote import dial_of
+
+    state = dial_of(url, key, None if dial is None else str(Dial.parse(dial)))
+    floor = f", nothing looser than {state['floor']}" if state["floor"] else ""
+    typer.echo(f"{state['dial']}{floor}")
+
+
 @app.command()
 def demo() -> None:
     """Show one-token, exact and threshold side by side on the built-in model."""

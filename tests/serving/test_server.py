@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 
 import httpx2 as httpx
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 import mars
+from mars import cli
 from tests.serving.conftest import MODEL, serving, until
 
 ASK = [{"role": "user", "content": "abc"}]
@@ -123,6 +125,21 @@ def test_the_dial_is_turned_for_running_requests_too(client: openai.OpenAI, http
         assert client.chat.completions.create(messages=ASK, **GREEDY).model_extra["mars"]["tokens_per_forward"] == 1.0
     finally:
         http.put("/v1/dial", json={"dial": "exact"})
+
+
+def test_mars_dial(server: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def typed(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["mars", "dial", *arguments])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        said = capsys.readouterr()
+        return int(left.value.code or 0), (said.out + said.err).strip()
+
+    assert typed("relaxed=0.5", "--url", server) == typed("--url", server) == (0, "relaxed=0.5")
+    assert typed("exact", "--url", server) == (0, "exact")
+    assert typed("warp", "--url", server)[0] == 2
+    code, said = typed("exact", "--url", "http://127.0.0.1:9")
+    assert code == 2 and "no server at" in said and len(said.splitlines()) == 1
 
 
 def test_keys_and_floor(letters: Path) -> None:

@@ -1,0 +1,33 @@
+"""A server somewhere else, as ``mars dial`` sees it."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from mars.errors import MarsError
+
+
+def dial_of(url: str, key: str | None = None, turn_to: str | None = None) -> dict[str, Any]:
+    """The dial of the server at ``url``, after it was turned if that was asked."""
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    body = None if turn_to is None else json.dumps({"dial": turn_to}).encode()
+    address = f"{url.rstrip('/')}/v1/dial"
+    try:
+        request = urllib.request.Request(address, body, headers, method="GET" if body is None else "PUT")
+        with urllib.request.urlopen(request, timeout=10) as response:
+            state: dict[str, Any] = json.load(response)
+            return state
+    except urllib.error.HTTPError as error:
+        raise MarsError(f"{url} says: {_message(error)}") from None
+    except (OSError, ValueError) as error:
+        raise MarsError(f"there is no server at {url}: {getattr(error, 'reason', error)}") from None
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return f"{error.code} {error.reason}"
