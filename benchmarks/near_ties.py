@@ -5,7 +5,8 @@
 In float32 the two write the same text. In bfloat16 a window of another width is summed in another order, and where the
 two best tokens are all but level, that can decide. For every answer that differs, the script takes the first token that
 does and asks the plain model, in this precision and in float32, how far apart the two candidates are. A unit is the
-distance between neighbouring bfloat16 numbers of the size of these logits.
+distance between neighbouring bfloat16 numbers of the size of these logits; the error is how far the two precisions are
+from each other about the distance between the candidates.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import math
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -57,14 +59,16 @@ def main() -> None:
         place = next(index for index, (mine, theirs) in enumerate(both) if mine != theirs)
         text, candidates = prompt + one.token_ids[:place], [one.token_ids[place], other.token_ids[place]]
         low, high = (logits_after(each, text) for each in (checkpoint, precise))
+        gaps = [(each[candidates[0]] - each[candidates[1]]).item() for each in (low, high)]
         unit = 2.0 ** (math.floor(math.log2(low[candidates].abs().max().item())) - 7)
         probabilities = high.softmax(0)
         ties.append(
             {
                 "place": place,
                 "candidates": candidates,
-                "gap_in_units": (low[candidates[0]] - low[candidates[1]]).abs().item() / unit,
-                "gap_in_float32": (high[candidates[0]] - high[candidates[1]]).abs().item(),
+                "gap_in_units": abs(gaps[0]) / unit,
+                "gap_in_float32": abs(gaps[1]),
+                "error": abs(gaps[0] - gaps[1]),
                 "ranks_in_float32": [int((high > high[each]).sum()) for each in candidates],
                 "probabilities_in_float32": [probabilities[each].item() for each in candidates],
             }
@@ -75,6 +79,8 @@ def main() -> None:
         "identical_share": 1 - len(ties) / len(prompts),
         "largest_gap_in_units": max((tie["gap_in_units"] for tie in ties), default=0.0),
         "largest_gap_in_float32": max((tie["gap_in_float32"] for tie in ties), default=0.0),
+        "median_gap_in_float32": median(tie["gap_in_float32"] for tie in ties) if ties else 0.0,
+        "median_error": median(tie["error"] for tie in ties) if ties else 0.0,
         "both_among_the_best_two": sum(max(tie["ranks_in_float32"]) <= 1 for tie in ties),
         "tokens_per_forward": sum(each.tokens for each in exact) / sum(each.forwards for each in exact),
     }
