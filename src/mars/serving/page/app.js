@@ -11,14 +11,22 @@ const TINTS = 4;
 
 const $ = (id) => document.getElementById(id);
 const copyOf = (template) => $(template).content.firstElementChild.cloneNode(true);
-const announce = (text) => { $("announcement").textContent = text; };
+const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+
+/** Set a text that a screen reader speaks, and do not make it speak twice. */
+function say(id, text) {
+  if ($(id).textContent !== text) $(id).textContent = text;
+}
 
 // ---- Talking to the server ------------------------------------------------------------------------------------------
 
 /** Something went wrong, in words that can be shown. */
 class Trouble extends Error {}
 
-const inWords = (error) => (error.name === "AbortError" ? "Stopped." : error.message);
+function inWords(error) {
+  if (error.name === "AbortError") return "Stopped.";
+  return error instanceof Trouble ? error.message : `Something unexpected happened: ${error.message}`;
+}
 
 function orTrouble(message) {
   return (error) => { throw error.name === "AbortError" ? error : new Trouble(message); };
@@ -30,7 +38,7 @@ async function request(path, { body, quiet = false, onSend = () => {}, ...option
     const key = sessionStorage.getItem(KEY);
     const headers = { ...(body && { "Content-Type": "application/json" }), ...(key && { Authorization: `Bearer ${key}` }) };
     onSend();
-    const response = await fetch(path, { ...options, headers, body: body && JSON.stringify(body) })
+    const response = await fetch(path, { cache: "no-store", ...options, headers, body: body && JSON.stringify(body) })
       .catch(orTrouble("The server cannot be reached."));
     if (response.ok) return response;
     // Another request may have got a new key while this one was under way.
@@ -42,12 +50,12 @@ async function request(path, { body, quiet = false, onSend = () => {}, ...option
 async function refusal(response) {
   const said = (await response.json().catch(() => null))?.error?.message;
   const wait = Number.parseInt(response.headers.get("Retry-After"), 10);
-  if (response.status === 401) return new Trouble("This server needs a key.");
+  if (response.status === 401) return new Trouble("A key is needed for this.");
   if (response.status === 429) {
     return new Trouble(`The server is busy. Please try again in ${wait ? plural(wait, "second") : "a moment"}.`);
   }
   if (response.status >= 500) return new Trouble(`The server has a problem: ${said ?? `status ${response.status}`}`);
-  return new Trouble(said ?? `The server refused with status ${response.status}.`);
+  return new Trouble(`The server refused: ${said ?? `status ${response.status}`}`);
 }
 
 const fetchJson = async (path, options) => (await request(path, options)).json();
@@ -57,7 +65,7 @@ let keyAsked = null;
 function askForKey(refused) {
   keyAsked ??= new Promise((resolve) => {
     const dialog = $("key-dialog");
-    $("key-hint").textContent = `${refused ? "That key was not accepted. " : ""}It is forgotten when you close this tab.`;
+    $("key-hint").textContent = `${refused ? "Your key was not accepted for this. " : ""}It is forgotten when you close this tab.`;
     $("key").value = dialog.returnValue = "";
     dialog.showModal();
     dialog.addEventListener("close", () => {
@@ -65,6 +73,7 @@ function askForKey(refused) {
       if (given) sessionStorage.setItem(KEY, $("key").value.trim());
       keyAsked = null;
       resolve(given);
+      followServer(); // the dial may have waited for the key as well
     }, { once: true });
   });
   return keyAsked;
@@ -86,27 +95,27 @@ async function* events(response) {
   }
 }
 
-let modelId = null;
-
-async function model() {
-  modelId ??= (await fetchJson("v1/models")).data[0].id;
-  $("model").textContent = modelId;
-  return modelId;
+async function model(signal) {
+  const { data: [{ id }] } = await fetchJson("v1/models", { signal });
+  $("model").textContent = id;
+  return id;
 }
 
 // ---- The dial -------------------------------------------------------------------------------------------------------
 
 let server = null; // what GET /v1/dial said last
 let wanted = null; // where the slider was put, until the server has heard of it
+let refused = ""; // why the server did not take the last turn
 let turns = 0; // tells an answer about the dial that was asked for before the last turn
 let debounce;
 let turning = Promise.resolve();
 
 const currentDial = () => wanted ?? server?.dial;
-const kindOf = (dial) => dial.split(/[:=]/)[0];
+const nameOf = (dial) => dial.split("=")[0];
+const kindOf = (dial) => nameOf(dial).split(":")[0];
 const valueOf = (dial) => Number(dial.split("=")[1]);
 
-/** Orders all dials, also those that are not on the slider. */
+/** Orders all dials as the slider does, also those that are not on it. */
 function looseness(dial) {
   const value = valueOf(dial);
   return { "one-token": 0, exact: 1, relaxed: 3 - value, threshold: 5 - value }[kindOf(dial)];
@@ -117,9 +126,16 @@ function nearestStop(dial) {
   return STOPS.indexOf(STOPS.reduce((best, stop) => (distance(stop) < distance(best) ? stop : best)));
 }
 
-function loosestAllowed() {
-  if (!server?.floor) return STOPS.length - 1;
-  return STOPS.findLastIndex((stop) => looseness(stop) <= looseness(server.floor));
+/** The server's rule: a loose dial must be of the floor's kind, since kinds cannot be compared, and no looser. */
+function isAllowed(dial) {
+  if (!server.floor || STOPS.indexOf(dial) <= LAST_LOSSLESS) return true;
+  return nameOf(dial) === nameOf(server.floor) && valueOf(dial) >= valueOf(server.floor);
+}
+
+/** Past stops that are not allowed, go on in the direction of travel; where there are no more, come back. */
+function landing(target, start) {
+  const ahead = target < start ? STOPS.slice(0, target + 1).reverse() : STOPS.slice(target);
+  return ahead.find(isAllowed) ?? STOPS.findLast(isAllowed);
 }
 
 function explain(dial) {
@@ -135,22 +151,22 @@ function explain(dial) {
 function drawDial() {
   const dial = currentDial();
   const at = nearestStop(dial);
-  const allowed = loosestAllowed();
   const stretch = at <= LAST_LOSSLESS ? "lossless" : "loose";
-  const limited = allowed < STOPS.length - 1;
+  const atLimit = server.floor && dial === STOPS.findLast(isAllowed);
   $("slider").disabled = false;
   $("slider").value = at;
-  $("slider").setAttribute("aria-valuetext", `${dial}, ${stretch}${limited && at === allowed ? ", the loosest allowed" : ""}`);
+  $("slider").setAttribute("aria-valuetext", `${dial}, ${stretch}${atLimit ? ", the loosest allowed" : ""}`);
   $("dial").dataset.stretch = stretch;
   $("dial-name").textContent = dial;
   $("dial-meaning").textContent = explain(dial) + (server.auto ? " The server is turning the dial by itself." : "");
-  $("dial-limit").hidden = !limited;
+  $("dial-limit").hidden = !server.floor;
   $("dial-limit").textContent = `The operator allows nothing looser than ${server.floor}.`;
-  [...$("stops").children].forEach((stop, index) => stop.classList.toggle("closed", index > allowed));
+  [...$("stops").children].forEach((stop, index) => stop.classList.toggle("closed", !isAllowed(STOPS[index])));
 }
 
 function turnDial() {
-  wanted = STOPS[Math.min($("slider").value, loosestAllowed())];
+  wanted = landing(Number($("slider").value), nearestStop(currentDial()));
+  refused = "";
   turns += 1;
   drawDial();
   clearTimeout(debounce);
@@ -160,33 +176,30 @@ function turnDial() {
 async function tellServer() {
   const telling = wanted;
   if (telling === null) return;
-  let trouble = "";
   try {
     await request("v1/dial", { method: "PUT", body: { dial: telling } });
     server.dial = telling;
   } catch (error) {
-    trouble = inWords(error);
+    refused = inWords(error);
   }
   if (wanted !== telling) return; // turned again meanwhile
   wanted = null;
   turns += 1;
   await followServer();
-  if (trouble) $("dial-trouble").textContent = trouble;
 }
 
 /** Show the server's dial, which somebody else may have turned. */
 async function followServer() {
   const before = turns;
-  let trouble = "";
   try {
     const said = await fetchJson("v1/dial", { quiet: true });
     if (turns !== before) return;
     server = said;
     drawDial();
+    say("dial-trouble", refused);
   } catch (error) {
-    trouble = inWords(error);
+    say("dial-trouble", inWords(error));
   }
-  $("dial-trouble").textContent = trouble;
 }
 
 async function keepFollowing() {
@@ -195,8 +208,6 @@ async function keepFollowing() {
 }
 
 // ---- Answers --------------------------------------------------------------------------------------------------------
-
-const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
 /** One answer on the page, and what is counted while it streams. */
 class Answer {
@@ -211,7 +222,7 @@ class Answer {
   constructor(dial) {
     this.dial = dial;
     this.element = copyOf("answer-template");
-    this.part(".by").textContent = dial;
+    this.part(".dial-used").textContent = dial;
   }
 
   part(selector) { return this.element.querySelector(selector); }
@@ -222,9 +233,9 @@ class Answer {
 
   async stream(body, signal) {
     try {
-      const response = await request("v1/chat/completions", {
-        method: "POST", body, signal, onSend: () => { this.started = performance.now(); },
-      });
+      const onSend = () => { this.started = performance.now(); };
+      const full = { model: await model(signal), ...body };
+      const response = await request("v1/chat/completions", { method: "POST", body: full, signal, onSend });
       for await (const event of events(response)) this.take(event);
       if (!this.finished) throw new Trouble(CUT_OFF);
     } catch (error) {
@@ -239,7 +250,7 @@ class Answer {
     if (choice) {
       this.seconds = (performance.now() - this.started) / 1000;
       this.finished ||= Boolean(choice.finish_reason);
-      if (mars?.tokens) this.addForward(choice.delta?.content ?? "", mars.tokens);
+      for (const [tokens, text] of forwardsIn(choice.delta?.content, mars)) this.addForward(text, tokens);
     } else if (mars) {
       this.addTotals(mars, usage);
     }
@@ -264,19 +275,27 @@ class Answer {
     this.tokens = usage?.completion_tokens ?? this.tokens;
     this.forwards = mars.forwards ?? this.forwards;
     this.agreement = mars.agreement;
-    if (mars.dial && mars.dial !== this.dial) this.part(".by").textContent = `${this.dial}, then ${mars.dial}`;
+    if (mars.dial && mars.dial !== this.dial) this.part(".dial-used").textContent = `${this.dial}, then ${mars.dial}`;
   }
 
   drawFigures() {
+    if (!this.forwards) return;
     const figures = {
       rate: this.rate.toFixed(1),
       perForward: this.perForward.toFixed(2),
       agreement: this.agreement === null ? "–" : `${+(100 * this.agreement).toFixed(1)}%`,
       forwards: this.forwards,
     };
-    if (!this.forwards) return;
     for (const [name, value] of Object.entries(figures)) this.part(`[data-figure=${name}]`).textContent = value;
   }
+}
+
+/** [tokens, text] of each forward in a chunk; the server may have put several into one. */
+function forwardsIn(content, mars) {
+  if (!content) return [];
+  if (!mars?.forwards) return [[mars?.tokens ?? 1, content]];
+  const characters = [...content]; // code points, as the server counts them
+  return mars.forwards.map(([tokens, length]) => [tokens, characters.splice(0, length).join("")]);
 }
 
 function labelForward(span) {
@@ -284,7 +303,7 @@ function labelForward(span) {
 }
 
 function showForwards() {
-  $("log").classList.toggle("by-forward", $("show-forwards").checked);
+  document.body.classList.toggle("by-forward", $("show-forwards").checked);
   document.querySelectorAll(".text span").forEach(labelForward);
 }
 
@@ -319,7 +338,8 @@ function ordinal(number) {
 
 let chat = []; // the turns on the page: { element, question, answer }
 let stopper = null; // stops the answers that are being written
-let atEnd = true; // whether the reader is at the end of the page, and wants to stay there
+let atEnd = true; // whether the page follows the text; scrolling up ends that
+let lastTop = 0;
 
 function messagesFor(question) {
   const past = chat.filter(({ answer }) => answer.text).flatMap((turn) => [
@@ -329,10 +349,8 @@ function messagesFor(question) {
   return [...past, { role: "user", content: question }];
 }
 
-function bodyFor(messages) {
+function settings() {
   return {
-    model: modelId,
-    messages,
     max_tokens: $("max-tokens").valueAsNumber || 512,
     temperature: $("temperature").valueAsNumber || 0,
     stream: true,
@@ -340,73 +358,51 @@ function bodyFor(messages) {
   };
 }
 
+/** Without a dial of its own an answer obeys the server's, also when that is turned on the way. Racers keep theirs. */
+async function ask(question, racing) {
+  const dials = racing ? ["one-token", currentDial()] : [currentDial() ?? "MARS"];
+  const replies = dials.map((dial) => new Answer(dial));
+  const body = { messages: messagesFor(question), ...settings() };
+  const turn = openTurn(question, replies);
+  const mine = stopper = new AbortController();
+  drawComposer();
+  say("announcement", "Writing…");
+  await Promise.all(replies.map((reply) => {
+    return reply.stream(racing ? { ...body, temperature: 0, dial: reply.dial } : body, mine.signal);
+  }));
+  if (stopper === mine) stopper = null;
+  drawComposer();
+  if (turn.element.isConnected) closeTurn(turn, replies, racing);
+}
+
 /** A question's place on the page, with one answer or, in a race, two. The chat goes on from the last. */
-function openTurn(question, answers) {
-  const turn = { element: copyOf("turn-template"), question, answer: answers.at(-1) };
-  turn.element.classList.toggle("race", answers.length > 1);
+function openTurn(question, replies) {
+  const turn = { element: copyOf("turn-template"), question, answer: replies.at(-1) };
+  turn.element.classList.toggle("race", replies.length > 1);
   turn.element.querySelector(".question").textContent = question;
-  turn.element.querySelector(".answers").append(...answers.map((answer) => answer.element));
+  turn.element.querySelector(".answers").append(...replies.map((reply) => reply.element));
   $("log").append(turn.element);
   chat.push(turn);
-  drawChat();
+  atEnd = true;
+  keepEndInView();
   return turn;
 }
 
-function closeTurn(turn) {
+function closeTurn(turn, replies, racing) {
+  const outcome = turn.element.querySelector(".verdict");
+  const again = turn.element.querySelector(".again");
+  if (racing) outcome.textContent = verdict(...replies);
+  again.hidden = !replies.some(({ failed }) => failed);
+  again.onclick = () => askAgain(turn, racing);
+  say("announcement", outcome.textContent || `${turn.answer.text} ${turn.answer.part(".trouble").textContent}`);
+  keepEndInView();
+}
+
+function askAgain(turn, racing) {
+  if (stopper) return;
   turn.element.remove();
   chat = chat.filter((each) => each !== turn);
-  drawChat();
-}
-
-async function answer(question) {
-  const reply = new Answer(currentDial() ?? "MARS");
-  const messages = messagesFor(question);
-  const turn = openTurn(question, [reply]);
-  // Without a dial of its own the answer obeys the server's, also when that is turned on the way.
-  await write([reply], () => [bodyFor(messages)]);
-  announce(`${reply.text} ${reply.part(".trouble").textContent}`);
-  offerAgain(turn, [reply], answer);
-}
-
-async function race(question) {
-  const replies = [new Answer("one-token"), new Answer(currentDial())];
-  const messages = messagesFor(question);
-  const turn = openTurn(question, replies);
-  await write(replies, () => replies.map(({ dial }) => ({ ...bodyFor(messages), temperature: 0, dial })));
-  const line = turn.element.querySelector(".verdict");
-  line.textContent = verdict(...replies);
-  line.hidden = false;
-  keepEndInView();
-  announce(line.textContent);
-  offerAgain(turn, replies, race);
-}
-
-/** Stream all answers at once, until they are finished or stopped. */
-async function write(replies, bodies) {
-  const mine = stopper = new AbortController();
-  announce("Writing…");
-  drawComposer();
-  atEnd = true;
-  keepEndInView();
-  await model().catch(() => {}); // if that fails, the answers' own requests say why
-  await Promise.all(bodies().map((body, index) => replies[index].stream(body, mine.signal)));
-  if (stopper === mine) stopper = null;
-  drawComposer();
-}
-
-function offerAgain(turn, replies, ask) {
-  const button = turn.element.querySelector(".again");
-  button.hidden = !replies.some(({ failed }) => failed);
-  button.onclick = () => {
-    if (stopper) return;
-    closeTurn(turn);
-    ask(turn.question);
-  };
-  keepEndInView();
-}
-
-function drawChat() {
-  $("welcome").hidden = chat.length > 0;
+  ask(turn.question, racing);
 }
 
 function drawComposer() {
@@ -415,17 +411,17 @@ function drawComposer() {
   $("send").hidden = writing;
   $("stop").hidden = !writing;
   $("race").disabled = writing;
-  if (hadFocus) $(writing ? "stop" : "send").focus();
+  if (hadFocus) $(writing ? "stop" : "send").focus({ preventScroll: true });
 }
 
 /** Take the question out of the composer, if it may be asked now. */
-function submit(ask) {
+function submit(racing) {
   const question = $("question").value.trim();
-  const hindrance = ask === race && raceHindrance();
-  $("composer-note").textContent = hindrance || "";
-  if (!question || stopper || hindrance) return $("question").focus();
+  const hindrance = racing ? raceHindrance() : "";
+  say("composer-note", hindrance);
+  if (!question || stopper || hindrance) return;
   $("question").value = "";
-  return ask(question);
+  ask(question, racing);
 }
 
 function raceHindrance() {
@@ -438,13 +434,14 @@ function startAnew() {
   stopper?.abort();
   chat = [];
   document.querySelectorAll(".turn").forEach((turn) => turn.remove());
-  drawChat();
   $("question").focus();
 }
 
 function noteScroll() {
-  const page = document.documentElement;
-  atEnd = page.scrollHeight - page.clientHeight - page.scrollTop < 120;
+  const { scrollHeight, clientHeight, scrollTop } = document.documentElement;
+  if (scrollTop < lastTop) atEnd = false;
+  if (scrollHeight - clientHeight - scrollTop < 40) atEnd = true;
+  lastTop = scrollTop;
 }
 
 function keepEndInView() {
@@ -459,15 +456,15 @@ function useExample({ target }) {
 function sendOnEnter(event) {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
-  submit(answer);
+  submit(false);
 }
 
 $("stops").append(...STOPS.map(() => document.createElement("i")));
 $("slider").addEventListener("input", turnDial);
 $("show-forwards").addEventListener("change", showForwards);
 $("question").addEventListener("keydown", sendOnEnter);
-$("composer").addEventListener("submit", (event) => { event.preventDefault(); submit(answer); });
-$("race").addEventListener("click", () => submit(race));
+$("composer").addEventListener("submit", (event) => { event.preventDefault(); submit(false); });
+$("race").addEventListener("click", () => submit(true));
 $("stop").addEventListener("click", () => stopper?.abort());
 $("new-chat").addEventListener("click", startAnew);
 $("key-cancel").addEventListener("click", () => $("key-dialog").close());

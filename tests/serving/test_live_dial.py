@@ -1,0 +1,85 @@
+"""Sixteen streams while the dial is turned back and forth."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import openai
+import pytest
+
+import mars
+from tests.serving.conftest import MODEL, serving
+
+PROMPTS = ["abc", "bcd", "cde", "def", "efg", "fgh", "ghi", "hij"] * 2
+TURNS = ("one-token", "threshold=0.1", "exact")
+
+
+def test_streams_go_on_while_the_dial_is_turned(letters: Path) -> None:
+    """A threshold of 0.1 believes nearly every mask, so whether it is on shows in every forward."""
+
+    async def read(client: openai.AsyncOpenAI, prompt: str, seen: list[tuple[float, int]]) -> str:
+        text = ""
+        stream = await client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": prompt}],
+            stream=True,
+            temperature=0,
+            max_tokens=230,
+            extra_body={"ignore_eos": True},
+        )
+        async for chunk in stream:
+            for tokens, _ in (chunk.model_extra or {}).get("mars", {}).get("forwards", []):
+                seen.append((time.monotonic(), tokens))
+            text += chunk.choices[0].delta.content or ""
+            if chunk.choices[0].finish_reason:
+                assert chunk.choices[0].finish_reason == "length"
+        return text
+
+    async def turn(client: openai.AsyncOpenAI) -> list[tuple[float, str]]:
+        turned = []
+        for dial in TURNS:
+            await client.put("/dial", body={"dial": dial}, cast_to=object)
+            turned.append((time.monotonic(), dial))
+            await asyncio.sleep(0.6)
+        return turned
+
+    async def everything(address: str) -> tuple[list[str], list[tuple[float, int]], list[tuple[float, str]]]:
+        seen: list[tuple[float, int]] = []
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+            reading = [asyncio.create_task(read(client, prompt, seen)) for prompt in PROMPTS]
+            turned = await turn(client)
+            return await asyncio.gather(*reading), seen, turned
+
+    with serving("--rows", 16, model=letters) as address:
+        texts, seen, turned = asyncio.run(everything(address))
+    assert len(texts) == 16 and all(texts)
+    (one, _), (loose, _), (exact, _) = turned
+
+    def per_forward(start: float, end: float) -> float:
+        emitted = [tokens for at, tokens in seen if start < at < end]
+        assert emitted, "nothing was written in between: a weak test"
+        return sum(emitted) / len(emitted)
+
+    assert per_forward(one + 0.3, loose) == 1
+    assert per_forward(loose + 0.3, exact) > 1.5
+
+
+@pytest.mark.parametrize("dial", ["exact", "one-token"])
+def test_texts_are_the_ar_models_whoever_else_is_there(letters: Path, dial: str) -> None:
+    model = mars.load(letters, device="cpu")
+    expected = [model.generate(prompt, dial="one-token", max_new_tokens=40).text for prompt in PROMPTS]
+
+    async def ask(address: str) -> list[str | None]:
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+            asked = [
+                client.chat.completions.create(
+                    model=MODEL, messages=[{"role": "user", "content": prompt}], temperature=0, max_tokens=40
+                )
+                for prompt in PROMPTS
+            ]
+            return [each.choices[0].message.content for each in await asyncio.gather(*asked)]
+
+    with serving("--rows", 16, "--dial", dial, model=letters) as address:
+        assert asyncio.run(ask(address)) == expected
