@@ -93,7 +93,7 @@ def test_smollm_exact_equals_one_token_equals_transformers(smollm) -> None:
     mask, end = checkpoint.settings.mask_token_id, checkpoint.tokenizer.eos_token_id
     expected = [transformers_greedy(checkpoint, row, NEW_TOKENS, mask, end) for row in rows]
     assert [answer.token_ids for answer in decode(checkpoint, rows, "one-token")] == expected
-    for block_size, batch in ((2, rows[:1]), (4, rows), (8, rows[:1])):
+    for block_size, batch in ((4, rows), (8, rows[:1])):
         for shape in SHAPES:
             answers = decode(checkpoint, batch, "exact", block_size, shape)
             assert [answer.token_ids for answer in answers] == expected[: len(batch)], (block_size, shape)

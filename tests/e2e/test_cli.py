@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mars import Model
+from mars import Model, cli
 from mars.cli import main
 from mars.models import builtin
 
@@ -84,14 +84,17 @@ def test_chat_ends_with_its_input(chat_model: Path) -> None:
     assert mars("chat", "--model", str(chat_model), stdin="").returncode == 0
 
 
-def test_demo() -> None:
-    done = mars("demo", COLUMNS="100")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("tokens per second") == 3
-    rows = re.findall(
-        r"│ (one-token|exact|threshold=0.9) +│ ([\d.]+) +│ [\d.]+ +│ ([\d.]+) +│ (yes|no) +│", done.stdout
-    )
-    assert [dial for dial, *_ in rows] == ["one-token", "exact", "threshold=0.9"] * 3
+def test_demo(smollm: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In this process and with two prompts, for the time it takes; the whole of it is `make demo`."""
+    monkeypatch.setattr(cli, "_load", lambda *_: smollm)
+    monkeypatch.setattr(cli, "DEMO_PROMPTS", cli.DEMO_PROMPTS[:2])
+    monkeypatch.setattr(cli, "DEMO_TOKENS", 32)
+    monkeypatch.setenv("COLUMNS", "100")
+    cli.demo()
+    said = capsys.readouterr().out
+    assert said.count("tokens per second") == 2
+    rows = re.findall(r"│ (one-token|exact|threshold=0.9) +│ ([\d.]+) +│ [\d.]+ +│ ([\d.]+) +│ (yes|no) +│", said)
+    assert [dial for dial, *_ in rows] == ["one-token", "exact", "threshold=0.9"] * 2
     for dial, per_forward, agreement, same in rows:
         if dial == "exact":
             assert float(per_forward) > 1.5

@@ -10,10 +10,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from mars import MarsError, Sampling
+from mars.decoding.attention import own_attention
 from mars.decoding.decoder import Decoder
 from mars.decoding.request import Answer, Generation, Request
 from mars.engine import Engine, QueueFullError
@@ -315,3 +317,29 @@ def test_a_slot_forgets_the_bias_of_its_last_row() -> None:
     mine.finish([mine.add(replace(biased))])
     together = mine.finish([mine.add(replace(plainly)), mine.add(replace(biased))])
     assert [each.token_ids for each in together] == [plain(each).token_ids for each in (plainly, biased)]
+
+
+@pytest.mark.parametrize("dial", ["one-token", "exact", "relaxed=0.2"])
+def test_likelihoods_are_the_models_own(dial: str) -> None:
+    """Log-probabilities of all tokens that were emitted, as one forward over the finished text gives them."""
+    request = ask(dial=dial, length=25, logprobs=3, sampling=Sampling(temperature=0.8, logit_bias={2: 1.0}, seed=5))
+    mine = engine()
+    answer = mine.add(replace(request))
+    mine.add(ask(4, dial="threshold=0.3"))
+    mine.finish([answer])
+    decoder = Decoder(checkpoint(), [replace(request)])
+    decoder.finish()
+    module = checkpoint().module
+    with own_attention(module) as plain_model, torch.no_grad():
+        logits = plain_model(torch.tensor([[*request.prompt, *answer.token_ids]])).logits[0].clone()
+    logits[:, MASK] = -torch.inf
+    expected = logits.log_softmax(1)[len(request.prompt) - 1 : -1]
+    for found in (answer, decoder.answers[0]):
+        assert found.token_ids == answer.token_ids and len(found.likelihoods) == len(found.token_ids)
+        for token, likely, row in zip(found.token_ids, found.likelihoods, expected, strict=True):
+            assert likely.logprob == pytest.approx(row[token].item(), abs=1e-4)
+            best, ids = row.topk(3)
+            assert [each for each, _ in likely.best] == ids.tolist()
+            assert [logprob for _, logprob in likely.best] == pytest.approx(best.tolist(), abs=1e-4)
+    with pytest.raises(MarsError, match="logprobs"):
+        mine.add(replace(request, dial=Dial.parse("threshold=0.5")))

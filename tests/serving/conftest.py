@@ -49,7 +49,7 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_chat_model(tmp_path_factory.mktemp("models") / "letters", trained=True)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(letters: Path) -> Iterator[str]:
     with serving("--max-waiting", 8, "--rows", 4, model=letters) as address:
         yield address

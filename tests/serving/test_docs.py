@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,18 @@ def test_a_command_of_the_docs(server: str, command: str) -> None:
 
 def test_there_are_commands() -> None:
     assert sum("curl" in each for each in COMMANDS) >= 2 and sum("mars dial" in each for each in COMMANDS) >= 2
+
+
+def test_the_dashboard_shows_what_there_is(server: str) -> None:
+    dashboard = json.loads((PAGE.parent / "grafana.json").read_text())
+    with urllib.request.urlopen(f"{server}/metrics") as response:
+        there = response.read().decode()
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"(?:vllm|mars):\w+", target["expr"])
+    }
+    assert len(asked) > 10
+    for name in asked:
+        assert name in there, name

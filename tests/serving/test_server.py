@@ -108,6 +108,27 @@ def test_models_tokens_and_health(client: openai.OpenAI, http: httpx.Client) -> 
     assert "<title>" in http.get("/").text
 
 
+def test_logprobs(client: openai.OpenAI, http: httpx.Client, expected: mars.Generation) -> None:
+    options = {"messages": ASK, "logprobs": True, "top_logprobs": 2, **GREEDY}
+    whole = client.chat.completions.create(**options).choices[0]
+    assert whole.logprobs and whole.logprobs.content
+    entries = whole.logprobs.content
+    assert "".join(each.token for each in entries) == expected.text
+    assert all(each.logprob == each.top_logprobs[0].logprob <= 0 and len(each.top_logprobs) == 2 for each in entries)
+    streamed = []
+    for chunk in client.chat.completions.create(stream=True, **options):
+        logprobs = chunk.choices[0].logprobs
+        streamed += (logprobs and logprobs.content) or []
+    assert [each.token for each in streamed] == [each.token for each in entries]
+    old = client.completions.create(prompt="abc", logprobs=3, **(GREEDY | {"max_tokens": 6})).choices[0]
+    assert old.logprobs and old.logprobs.tokens and "".join(old.logprobs.tokens) == old.text
+    assert old.logprobs.text_offset == list(range(len(old.text)))
+    body = {"messages": ASK, **GREEDY}
+    assert_error(http.post("/v1/chat/completions", json=body | {"top_logprobs": 2}), 400, "needs logprobs=true")
+    loose = body | {"logprobs": True, "dial": "threshold=0.5"}
+    assert_error(http.post("/v1/chat/completions", json=loose), 400, "logprobs")
+
+
 # --- the dial
 
 

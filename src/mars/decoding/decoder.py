@@ -17,8 +17,8 @@ from mars.decoding.cache import Cache
 from mars.decoding.forward import forward
 from mars.decoding.request import Answer, Generation, Request
 from mars.errors import MarsError
-from mars.method.dials import Decision, Dial, DialBatch, decide, tally
-from mars.method.sampling import Sampling, SamplingBatch
+from mars.method.dials import TOP, Decision, Dial, DialBatch, decide, likelihoods, tally
+from mars.method.sampling import Sampling, SamplingBatch, token_bias
 from mars.method.tensors import send
 from mars.method.windows import Shape, Window, WindowBatch, lay_out
 from mars.models.checkpoint import Checkpoint
@@ -71,9 +71,17 @@ class Row:
         points = (count,) if self.settled else (request.shape or Shape()).points(count)
         return lay_out(self.sure, self.claims, mask=mask, masks=request.block_size - 1, points=points)
 
-    def commit(self, accepted: int, trusted: int, token: int, agrees: list[bool], drafts: list[int]) -> None:
+    def commit(
+        self,
+        accepted: int,
+        trusted: int,
+        token: int,
+        agrees: list[bool],
+        drafts: list[int],
+        likely: Sequence[Sequence[float]] = (),
+    ) -> None:
         """Take what the forward decided: emit tokens, move the cursor, and set up the next window."""
-        self.answer.commit(self.claims, self.settled, accepted, token, drafts[:trusted], agrees)
+        self.answer.commit(self.claims, self.settled, accepted, token, drafts[:trusted], agrees, likely)
         self.cursor += len(self.sure) + accepted
         self.sure = [token]
         self.settled = not self.dial.checks
@@ -110,7 +118,13 @@ class Decoder:
     def step(self) -> None:
         self._prefill()
         windows = [row.window(self.checkpoint.mask_token_id) for row in self._rows]
-        self._commit(self._decide(*self._forward(windows)))
+        batch, logits = self._forward(windows)
+        decision = self._decide(batch, logits)
+        likely: list[list[list[float]]] = [[] for _ in self._rows]
+        if any(row.answer.request.logprobs is not None for row in self._rows):
+            ban = token_bias([Sampling()], self.checkpoint.vocabulary, self.checkpoint.mask_token_id)
+            likely = likelihoods(batch, logits, decision, send(ban, self.checkpoint.device)).tolist()
+        self._commit(decision, likely)
         self._retire()
 
     def _prefill(self) -> None:
@@ -141,13 +155,13 @@ class Decoder:
             self._seen = self._seen | (self._counts > 0)
         return decision
 
-    def _commit(self, decision: Decision) -> None:
+    def _commit(self, decision: Decision, likely: Sequence[Sequence[Sequence[float]]]) -> None:
         scalars = torch.stack([decision.accepted, decision.trusted, decision.draft_count, decision.token], 1)
         copied = torch.cat([scalars, decision.agrees, decision.drafts], 1).tolist()  # the step's one copy to the host
         most = decision.agrees.shape[1]
-        for row, (accepted, trusted, count, token, *rest) in zip(self._rows, copied, strict=True):
+        for row, mine, (accepted, trusted, count, token, *rest) in zip(self._rows, likely, copied, strict=True):
             agrees = [bool(flag) for flag in rest[: len(row.claims)]]
-            row.commit(accepted, trusted, token, agrees, rest[most : most + count])
+            row.commit(accepted, trusted, token, agrees, rest[most : most + count], mine)
 
     def _retire(self) -> None:
         """Drop finished rows and close the gaps they leave."""
@@ -191,6 +205,8 @@ def check_request(checkpoint: Limits, request: Request) -> None:
         raise MarsError(f"max_new_tokens must be at least 1, not {request.max_new_tokens}")
     if not 0 <= request.min_new_tokens <= request.max_new_tokens:
         raise MarsError(f"min_new_tokens must be between 0 and max_new_tokens, not {request.min_new_tokens}")
+    if request.logprobs is not None and (request.dial.kind == "threshold" or not 0 <= request.logprobs <= TOP):
+        raise MarsError(f"logprobs must be 0 to {TOP}, and need the dial one-token, exact or relaxed")
     least = 2 if request.dial.uses_masks else 1
     if not isinstance(request.block_size, int) or request.block_size < least:
         raise MarsError(f"block_size must be at least {least} for the dial {request.dial}, not {request.block_size}")

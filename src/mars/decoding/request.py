@@ -12,7 +12,7 @@ from typing import Literal
 from transformers import PreTrainedTokenizerBase
 
 from mars.decoding.text import Detokenizer, StopStrings
-from mars.method.dials import Dial
+from mars.method.dials import TOP, Dial
 from mars.method.sampling import Sampling
 from mars.method.windows import Shape
 
@@ -89,6 +89,21 @@ class Generation:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Likelihood:
+    """How likely the AR model found a token."""
+
+    logprob: float
+    best: list[tuple[int, float]]
+    """The likeliest tokens and their log-probabilities"""
+
+    @classmethod
+    def of(cls, numbers: Sequence[float], top: int) -> Likelihood:
+        """From a row of `mars.method.dials.likelihoods`."""
+        ids, best = numbers[1 : 1 + TOP], numbers[1 + TOP :]
+        return cls(numbers[0], [(int(token), logprob) for token, logprob in zip(ids[:top], best, strict=False)])
+
+
 @dataclass(slots=True)
 class Request:
     """What one caller asked for. Its dial may be turned at any time; the next forward obeys."""
@@ -106,6 +121,12 @@ class Request:
     """No end token before so many others; stop strings still stop"""
     ignore_end: bool = False
     """Write on behind end tokens"""
+    logprobs: int | None = None
+    """For every token, its log-probability and those of so many of the likeliest ones; needs a dial that checks"""
+
+    def obey(self, dial: Dial) -> None:
+        """Turn the dial, as far as the request can follow: what is not checked has no likelihood."""
+        self.dial = Dial("exact") if self.logprobs is not None and dial.kind == "threshold" else dial
 
     def drawing(self) -> Sampling:
         """The sampling with a seed, and with the position before which the text must not end."""
@@ -135,6 +156,8 @@ class Answer:
         self.checked = 0
         self.agreed = 0
         self.draft_forwards = 0
+        self.likelihoods: list[Likelihood] = []
+        """One per token, if they were asked for"""
         self.finish_reason: FinishReason | None = None
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer)
@@ -192,9 +215,19 @@ class Answer:
         return self.steps[-1]
 
     def commit(
-        self, claims: list[int], settled: bool, accepted: int, token: int, trusted: list[int], agrees: list[bool]
+        self,
+        claims: list[int],
+        settled: bool,
+        accepted: int,
+        token: int,
+        trusted: list[int],
+        agrees: list[bool],
+        likelihoods: Sequence[Sequence[float]] = (),
     ) -> None:
-        """Take what a forward decided about the claims it was fed: emit what stays, and keep count of agreement."""
+        """Take what a forward decided about the claims it was fed: emit what stays, and keep count of agreement.
+
+        ``likelihoods`` are those at the trunk positions.
+        """
         tokens, verdicts = [token, *trusted], [True]
         if settled:
             self.judge(agrees)
@@ -202,6 +235,12 @@ class Answer:
             tokens, verdicts = claims[:accepted] + tokens, agrees[:accepted] + verdicts
         taken = self.emit(tokens)
         self.judge(verdicts[:taken])
+        if self.request.logprobs is not None:
+            known = likelihoods[accepted if settled else 0 :][:taken]
+            self.likelihoods += [Likelihood.of(each, self.request.logprobs) for each in known]
+
+    def is_end(self, token: int) -> bool:
+        return token in self._end_tokens
 
     def judge(self, verdicts: Sequence[bool]) -> None:
         """Record for some tokens whether the AR model would have written them."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -82,16 +81,23 @@ class Compiled:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "compiled"))  # the next start is quicker
         children = (each if isinstance(each, nn.ModuleList) else [each] for each in model.get_decoder().children())
         blocks = [each for child in children for each in child if not isinstance(each, nn.Embedding)]
-        self._changes: list[tuple[nn.Module, str, Any]] = list(_parts(model))
-        self._changes += [(block, "forward", compiled(block.forward)) for block in blocks]
+        self._parts = [(module, name, part, getattr(module, name)) for module, name, part in _parts(model)]
+        self._blocks = [(block, compiled(block.forward)) for block in blocks]
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for change in self._changes:
-                stack.enter_context(patch.object(*change))
-            stack.enter_context(torch._dynamo.config.patch(recompile_limit=MOST_VARIANTS))
-            yield
+        for module, name, part, _ in self._parts:
+            setattr(module, name, part)
+        for block, forward in self._blocks:
+            block.forward = forward
+        try:
+            with torch._dynamo.config.patch(recompile_limit=MOST_VARIANTS):
+                yield
+        finally:
+            for module, name, _, layer in self._parts:
+                setattr(module, name, layer)
+            for block, _ in self._blocks:
+                del block.forward  # the class's own shows again
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

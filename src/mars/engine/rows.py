@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, field
 
 from mars.decoding.request import Answer, Request
 from mars.engine.layout import Layout
 from mars.engine.pages import START
 from mars.engine.runner import Terms
+from mars.method.dials import TOP
 from mars.method.sampling import Sampling
 from mars.method.windows import Shape
 
@@ -85,7 +87,8 @@ class Row:
             shape = Shape(None) if self.chooses_window else request.shape or Shape()
             groups = max(1, Layout.of(shape, request.block_size).groups)
             masks = request.block_size - 1 if request.dial.uses_masks else 0
-            last = self.last_terms = Terms(self.slot, request.dial, self.sampling, groups, masks)
+            wants = request.logprobs is not None
+            last = self.last_terms = Terms(self.slot, request.dial, self.sampling, groups, masks, wants)
         self.trusts = request.dial.kind == "threshold"
         return last
 
@@ -96,9 +99,16 @@ class Row:
         agrees = [bool(flag) for flag in rest[: len(claims)]]
         drafts = rest[layout.trunk - 1 :][:count]
         checked = (len(claims), accepted) if claims and not self.settled else None
-        self.answer.commit(claims, self.settled, accepted, token, drafts[:trusted], agrees)
+        likely = _rows_of(rest[layout.trunk - 1 + layout.masks :]) if self.request.logprobs is not None else ()
+        self.answer.commit(claims, self.settled, accepted, token, drafts[:trusted], agrees, likely)
         self.text += [*claims[:accepted], token]
         self.cursor = len(self.text) - 1
         self.settled = not terms.dial.checks
         self.claims = drafts[:trusted] if self.settled else drafts
         return checked
+
+
+def _rows_of(bits: list[int]) -> list[tuple[float, ...]]:
+    """The rows of `mars.method.dials.likelihoods` from their bits."""
+    numbers = struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits))
+    return [numbers[start : start + 1 + 2 * TOP] for start in range(0, len(numbers), 1 + 2 * TOP)]

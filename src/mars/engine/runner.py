@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from mars.engine.attention import PagedWindows
 from mars.engine.cache import PagedCache
 from mars.engine.layout import FixedWindows, Layout, lay_out
 from mars.engine.state import State
-from mars.method.dials import Dial, DialBatch, DialFeatures, decide
+from mars.method.dials import Dial, DialBatch, DialFeatures, decide, likelihoods
 from mars.method.sampling import Features, Sampling, SamplingBatch, mark, token_bias
 from mars.method.tensors import send
 from mars.models.checkpoint import Checkpoint
@@ -40,6 +40,8 @@ class Terms:
     """Most groups of masks it may have"""
     masks: int
     """Masks in each of its groups"""
+    likelihoods: bool = False
+    """Does it want to know how likely its tokens were?"""
 
     def numbers(self, vocabulary: int) -> list[float]:
         mine = [self.slot, self.dial.checks, self.groups, self.masks]
@@ -59,7 +61,7 @@ class Batch:
     def of(cls, rows: Sequence[Terms], vocabulary: int) -> Batch:
         return cls(
             torch.tensor([row.numbers(vocabulary) for row in rows], dtype=torch.float64),
-            Features.of([row.sampling for row in rows]),
+            replace(Features.of([row.sampling for row in rows]), likelihoods=any(row.likelihoods for row in rows)),
             DialFeatures.of([row.dial for row in rows]),
         )
 
@@ -77,7 +79,8 @@ class Result:
             self._arrived.record()
 
     def read(self) -> list[list[int]]:
-        """For each row: claims accepted, masks trusted, drafts, token; for each claim, does it agree; the drafts."""
+        """For each row: claims accepted, masks trusted, drafts, token; for each claim, does it agree; the drafts; and
+        the bits of `likelihoods`, if some row wants them."""
         if self._arrived is not None:
             self._arrived.synchronize()
         found: list[list[int]] = self._numbers.tolist()
@@ -163,7 +166,11 @@ class Runner:
         )
         state.commit(slots, fixed.batch.claims, decision, checks.bool(), penalises=features.penalises)
         scalars = [decision.accepted, decision.trusted, decision.draft_count, decision.token]
-        return torch.cat([torch.stack(scalars, 1), decision.agrees, decision.drafts], 1)
+        columns = [torch.stack(scalars, 1), decision.agrees, decision.drafts]
+        if features.likelihoods:
+            likely = likelihoods(fixed.batch, logits, decision, self._ban)
+            columns.append(likely.float().view(torch.int32).flatten(1))  # as they are, bit by bit
+        return torch.cat(columns, 1)
 
     def _windows(
         self,

@@ -196,6 +196,26 @@ def decide(
     return Decision(accepted, agrees, token, drafts, draft_count, trusted)
 
 
+TOP = 20
+"""Most alternatives that `likelihoods` tells of a token"""
+
+
+def likelihoods(windows: WindowBatch, logits: Tensor, decision: Decision, ban: Tensor) -> Tensor:
+    """(rows, most claims + 1, 1 + 2 TOP): how likely the AR model found each emitted token, and its best ones.
+
+    At each trunk position: the log-probability of the token that stays there or follows, the best tokens, and theirs.
+    They are the model's own, before temperature, penalties and bias; ``ban`` (1, vocabulary) takes the mask out.
+    """
+    log_p = (windows.trunk_logits(logits).float() + ban[:, None]).log_softmax(2)
+    steps = torch.arange(windows.claims.shape[1] + 1, device=logits.device)
+    padded = torch.cat([windows.claims, decision.token[:, None]], 1)
+    tokens = torch.where(steps < decision.accepted[:, None], padded, decision.token[:, None])
+    best, ids = log_p.topk(min(TOP, log_p.shape[2]), dim=2)
+    missing = [0, TOP - best.shape[2]]
+    best, ids = (torch.nn.functional.pad(each, missing) for each in (best, ids))
+    return torch.cat([_at(log_p, tokens)[:, :, None], ids, best], 2)
+
+
 def passes_relaxed(beliefs: Tensor, scores: Tensor, claims: Tensor, tolerance: Tensor) -> Tensor:
     """Accept a claim that the AR model believes at least δ times as much as its best token, δ < 1.
 

@@ -93,6 +93,8 @@ class Features:
     biases: bool = False
     delays: bool = False
     """Does some row keep from ending?"""
+    likelihoods: bool = False
+    """Does some row want to know how likely its tokens were?"""
 
     @classmethod
     def of(cls, rows: Sequence[Sampling]) -> Features:

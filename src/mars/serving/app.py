@@ -85,6 +85,9 @@ class Service:
     def dial(self) -> Dial:
         return self.backend.dial or self.facts.dial
 
+    def reply(self, kind: str) -> replies.Reply:
+        return replies.Reply(kind, self.name, self.facts.tokenizer)
+
     def turn(self, dial: Dial) -> None:
         self.backend.turn(self.rules.require(dial))
 
@@ -94,9 +97,9 @@ class Service:
                 404, f"there is no model {model}: this server has {self.name}", param="model", code="model_not_found"
             )
 
-    def submit(self, asked: Completing, prompt: list[int], limit: int | None) -> list[Ticket]:
+    def submit(self, asked: Completing, prompt: list[int]) -> list[Ticket]:
         """The ``n`` choices of a prompt."""
-        self.check_model(asked.model)
+        limit = asked.limit
         dial = None if asked.dial is None else self.rules.require(Dial.parse(asked.dial))
         most = self.rules.max_new_tokens
         if most is not None and (limit or 0) > most:
@@ -107,14 +110,17 @@ class Service:
             for choice in range(asked.n):
                 request = EngineRequest(
                     prompt,
-                    dial or self.dial,
+                    dial or Dial("one-token"),
                     asked.sampling(choice),
                     max_new_tokens=min(limit or most or room, max(1, room)),
                     stop=asked.stops,
                     block_size=self.facts.block_size,
                     min_new_tokens=asked.min_tokens,
                     ignore_end=asked.ignore_eos,
+                    logprobs=asked.alternatives,
                 )
+                if dial is None:
+                    request.obey(self.dial)
                 tickets.append(self.backend.submit(request, follows=dial is None))
         except MarsError:
             self.drop(tickets)
@@ -128,12 +134,12 @@ class Service:
             self.metrics.finish(ticket)
 
     async def respond(
-        self, http: Request, asked: Completing, reply: replies.Reply, prompts: list[list[int]], limit: int | None
+        self, http: Request, asked: Completing, reply: replies.Reply, prompts: list[list[int]]
     ) -> Response:
         tickets: list[Ticket] = []
         try:
             for prompt in prompts:
-                tickets += self.submit(asked, prompt, limit)
+                tickets += self.submit(asked, prompt)
             first = await _unless_gone(http, tickets[0].advance())  # an error up to here has a status of its own
         except BaseException:
             self.drop(tickets)
@@ -164,7 +170,7 @@ class Service:
             async for index, pieces in _merge(tickets, first):
                 answer = tickets[index].answer
                 if any(pieces):
-                    yield replies.event(reply.text(index, pieces, answer.steps[-len(pieces) :]))
+                    yield replies.event(reply.text(index, pieces, answer))
                 if tickets[index].is_finished:
                     yield replies.event(reply.closing(index, answer))
             if prompt_tokens is not None:
@@ -271,14 +277,14 @@ def create_app(backend: Backend, rules: Rules, name: str | None = None) -> FastA
         service.check_model(asked.model)
         messages = [each.as_dict() for each in asked.messages]
         prompt = encode_chat(service.facts.tokenizer, messages, service.name)
-        return await service.respond(http, asked, replies.Reply("chat.completion", service.name), [prompt], asked.limit)
+        return await service.respond(http, asked, service.reply("chat.completion"), [prompt])
 
     @app.post("/v1/completions", dependencies=guarded)
     async def completions(asked: CompletionRequest, http: Request) -> Response:
         service.check_model(asked.model)
         tokenizer = service.facts.tokenizer
         prompts = [each if isinstance(each, list) else list(tokenizer(each)["input_ids"]) for each in asked.prompts]
-        return await service.respond(http, asked, replies.Reply("text_completion", service.name), prompts, asked.limit)
+        return await service.respond(http, asked, service.reply("text_completion"), prompts)
 
     @app.get("/v1/models", dependencies=guarded)
     async def models() -> dict[str, Any]:

@@ -78,6 +78,7 @@ class Ticket:
             for tokens in each.steps:
                 self.answer.emit(tokens)
             self.answer.checked, self.answer.agreed = each.checked, each.agreed
+            self.answer.likelihoods += each.likelihoods
         return self.answer.pieces[before:]
 
 
@@ -211,7 +212,7 @@ class Backend:
         self.dial = dial
         for ticket in self._tickets.values():
             if ticket.follows:
-                ticket.answer.request.dial = dial
+                ticket.answer.request.obey(dial)
         if self.is_ready:
             self._send(Turn(dial))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
-from mars.decoding.request import FinishReason, Request
+from mars.decoding.request import FinishReason, Likelihood, Request
 from mars.method.dials import Dial
 from mars.models.settings import Settings
 
@@ -75,6 +75,8 @@ class Written:
     agreed: int
     """Both of the whole answer so far"""
     finish_reason: FinishReason | None
+    likelihoods: list[Likelihood] = field(default_factory=list)
+    """Of the tokens, if they were asked for"""
 
 
 @dataclass(frozen=True, slots=True)

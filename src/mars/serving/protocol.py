@@ -58,6 +58,16 @@ class Completing(Strict):
         return self
 
     @property
+    def limit(self) -> int | None:
+        """Most tokens of an answer, if it says so"""
+        raise NotImplementedError
+
+    @property
+    def alternatives(self) -> int | None:
+        """Of each token, how many it wants the likelihood of besides; None: none, nor its own"""
+        raise NotImplementedError
+
+    @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
@@ -97,9 +107,13 @@ class ChatCompletionRequest(Completing):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("give max_tokens or max_completion_tokens, not both")
         return self
@@ -108,6 +122,10 @@ class ChatCompletionRequest(Completing):
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
 
 Tokens = Annotated[list[int], Field(min_length=1)]
 
@@ -115,10 +133,15 @@ Tokens = Annotated[list[int], Field(min_length=1)]
 class CompletionRequest(Completing):
     prompt: str | Tokens | Annotated[list[str] | list[Tokens], Field(min_length=1, max_length=128)]
     max_tokens: Annotated[int, Field(ge=1)] = 16
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @property
     def limit(self) -> int | None:
         return self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:

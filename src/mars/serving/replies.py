@@ -6,11 +6,16 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 from uuid import uuid4
 
-from mars.decoding.request import Answer
+from transformers import PreTrainedTokenizerBase
 
+from mars.decoding.request import Answer, Likelihood
+
+LEAST = -9999.0
+"""Stands for minus infinity, which JSON does not have"""
 KINDS = {"chat.completion": "chatcmpl", "text_completion": "cmpl"}
 
 
@@ -39,6 +44,7 @@ class Reply:
     kind: str
     """``chat.completion`` or ``text_completion``"""
     model: str
+    tokenizer: PreTrainedTokenizerBase
     id: str = field(init=False)
     created: int = field(init=False)
 
@@ -53,6 +59,7 @@ class Reply:
     def whole(self, prompt_tokens: int, answers: Sequence[Answer], texts: Sequence[str]) -> dict[str, Any]:
         choices = [
             self._choice(index, {"message": {"role": "assistant", "content": text}}, {"text": text}, answer)
+            | {"logprobs": self._logprobs(answer, 0)}
             for index, (answer, text) in enumerate(zip(answers, texts, strict=True))
         ]
         return self._head(self.kind, choices) | {"usage": usage(prompt_tokens, answers), "mars": figures(answers)}
@@ -61,11 +68,13 @@ class Reply:
         """A chat's first chunk says who speaks."""
         return self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, {}) if self.is_chat else None
 
-    def text(self, index: int, pieces: Sequence[str], steps: Sequence[int]) -> dict[str, Any]:
-        """What one or more forwards wrote; ``mars.forwards`` has tokens and characters of each."""
-        text = "".join(pieces)
+    def text(self, index: int, pieces: Sequence[str], answer: Answer) -> dict[str, Any]:
+        """What the last forwards wrote; ``mars.forwards`` has tokens and characters of each."""
+        text, steps = "".join(pieces), answer.steps[-len(pieces) :]
+        chunk = self._chunk(index, {"delta": {"content": text}}, {"text": text})
+        chunk["choices"][0]["logprobs"] = self._logprobs(answer, len(answer.token_ids) - sum(steps))
         sizes = [[tokens, len(piece)] for tokens, piece in zip(steps, pieces, strict=True)]
-        return self._chunk(index, {"delta": {"content": text}}, {"text": text}) | {"mars": {"forwards": sizes}}
+        return chunk | {"mars": {"forwards": sizes}}
 
     def closing(self, index: int, answer: Answer) -> dict[str, Any]:
         return self._chunk(index, {"delta": {}}, {"text": ""}, answer)
@@ -87,6 +96,33 @@ class Reply:
     def _choice(self, index: int, chat: dict[str, Any], plain: dict[str, Any], answer: Answer | None) -> dict[str, Any]:
         content = chat if self.is_chat else plain
         return {"index": index, **content, "logprobs": None, "finish_reason": answer and answer.finish_reason}
+
+    def _logprobs(self, answer: Answer, start: int) -> dict[str, Any] | None:
+        """Of the tokens from ``start`` on, without the one that ends the text."""
+        if answer.request.logprobs is None:
+            return None
+        known = zip(answer.token_ids[start:], answer.likelihoods[start:], strict=True)
+        shown = [(token, likely) for token, likely in known if not answer.is_end(token)]
+        if self.is_chat:
+            return {"content": [self._entry(token, likely) for token, likely in shown], "refusal": None}
+        words = [self._word(token) for token, _ in shown]
+        return {
+            "tokens": words,
+            "token_logprobs": [likely.logprob for _, likely in shown],
+            "top_logprobs": [{self._word(each): logprob for each, logprob in likely.best} for _, likely in shown],
+            "text_offset": list(accumulate(map(len, words), initial=0))[:-1],
+        }
+
+    def _entry(self, token: int, likely: Likelihood) -> dict[str, Any]:
+        best = [self._scored(each, logprob) for each, logprob in likely.best]
+        return self._scored(token, likely.logprob) | {"top_logprobs": best}
+
+    def _scored(self, token: int, logprob: float) -> dict[str, Any]:
+        word = self._word(token)
+        return {"token": word, "logprob": max(logprob, LEAST), "bytes": list(word.encode())}
+
+    def _word(self, token: int) -> str:
+        return self.tokenizer.decode([token])
 
     def _head(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}

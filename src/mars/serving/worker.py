@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -94,10 +94,12 @@ class Worker:
                 self._dial = dial
                 for each in self._open.values():
                     if each.follows:
-                        each.answer.request.dial = dial
+                        each.answer.request.obey(dial)
 
     def _add(self, ask: Ask) -> None:
-        request = replace(ask.request, dial=self._dial) if ask.follows else ask.request
+        request = ask.request
+        if ask.follows:
+            request.obey(self._dial)
         try:
             self._open[ask.number] = _Open(ask.number, self._engine.add(request), ask.follows)
         except MarsError as error:
@@ -124,7 +126,8 @@ class Worker:
         for size in new:
             steps.append(answer.token_ids[start : start + size])
             start += size
-        return Written(each.number, steps, answer.checked, answer.agreed, answer.finish_reason)
+        likely = answer.likelihoods[-sum(new) :] if answer.likelihoods else []
+        return Written(each.number, steps, answer.checked, answer.agreed, answer.finish_reason, likely)
 
     def _say(self, message: Any) -> None:
         self._connection.send(message)
