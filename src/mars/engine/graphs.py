@@ -67,7 +67,8 @@ class GraphRunner(Runner):
         self._reads: dict[int, Recording | None] = {}
         self._costs: dict[tuple[int, Layout], float] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._nobody = Terms(NOBODY, Dial("exact"), Sampling(seed=0), block_size, block_size - 1)
+        nobody = Terms(NOBODY, Dial("exact"), Sampling(seed=0), block_size, block_size - 1)
+        self._nobody = torch.tensor([nobody.numbers(checkpoint.vocabulary)], dtype=torch.float64)
 
     def conclude(
         self, numbers: Tensor, fixed: FixedWindows, logits: Tensor, features: Features, dials: DialFeatures
@@ -83,8 +84,7 @@ class GraphRunner(Runner):
         if recording is None:
             return super().decode(batch, layout, reach)
         if recording.batch is not batch:
-            nobody = torch.tensor([self._nobody.numbers(self.checkpoint.vocabulary)], dtype=torch.float64)
-            whole = torch.cat([batch.numbers, nobody.expand(rows - len(batch.numbers), -1)])
+            whole = torch.cat([batch.numbers, self._nobody.expand(rows - len(batch.numbers), -1)])
             recording.numbers.copy_(whole.pin_memory(), non_blocking=True)
             recording.batch = batch
         recording.graph.replay()
@@ -119,7 +119,7 @@ class GraphRunner(Runner):
     def cost(self, rows: int, layout: Layout) -> float:
         """Seconds of a step, by the recordings' own time."""
         rows = bucket(rows)
-        if (rows, layout) not in self._costs:
+        if (rows, self.layouts[0]) not in self._costs:
             self._measure(rows)
         known = self._costs.get((rows, layout))  # a layout out of the ordinary costs what the next smaller one does
         return known or max(self._costs[rows, each] for each in self.layouts if each.width <= layout.width)
@@ -128,7 +128,7 @@ class GraphRunner(Runner):
         """Time all layouts with rows of `CONTEXT` tokens, which nobody reads."""
         room = self.state.table.shape[1] * self.cache.page_size - self.layouts[-1].width
         self.state.put([Place(NOBODY, min(CONTEXT, room), 0)])
-        batch = Batch.of([self._nobody] * rows, self.checkpoint.vocabulary)
+        batch = Batch(self._nobody.repeat(rows, 1), Features(), DialFeatures())
         for layout in self.layouts:
             self.decode(batch, layout, room)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -143,8 +143,7 @@ class GraphRunner(Runner):
     def _step(self, rows: int, layout: Layout, features: Features, dials: DialFeatures) -> Recording | None:
         key = (rows, layout, features, dials)
         if key not in self._steps:
-            nobody = [self._nobody.numbers(self.checkpoint.vocabulary)]
-            numbers = torch.tensor(nobody * rows, dtype=torch.float64, device=self.state.device)
+            numbers = self._nobody.repeat(rows, 1).to(self.state.device)
             self._steps[key] = self._record(numbers, lambda: self.step(numbers, layout, features, dials))
         return self._steps[key]
 
