@@ -71,7 +71,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerBase:
     """Ten letters, an end token and a mask."""
     vocabulary = {letter: index for index, letter in enumerate("abcdefghij")} | {"<end>": END, "<mask>": MASK}
     tokenizer = Tokenizer(tokenizer_models.WordLevel(vocabulary, unk_token="a"))
-    tokenizer.decoder = decoders.Fuse()
+    tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", additional_special_tokens=["<mask>"])
 
 

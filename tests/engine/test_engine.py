@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import random
+import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
@@ -60,6 +62,18 @@ def ask(start: int = 1, dial: str = "exact", length: int = 30, **options) -> Req
     return Request([start, 2, 3, 4, 5], Dial.parse(dial), max_new_tokens=length, block_size=4, **options)
 
 
+def pattern(regex: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": f"start: /{regex}/"}]})
+
+
+def possible(request: Request) -> Request:
+    """The request without what contradicts the rest of it."""
+    least = 0 if request.grammar else min(request.min_new_tokens, request.max_new_tokens)
+    made = replace(request, min_new_tokens=least, ignore_end=request.ignore_end and not request.grammar)
+    made.obey(made.dial)
+    return made
+
+
 DIALS = ["one-token", "exact", "relaxed=0.2", "threshold=0.3", "threshold:entropy=0.4", "threshold:margin=0.1"]
 letters = st.integers(0, MASK - 2)
 requests = st.builds(
@@ -86,7 +100,8 @@ requests = st.builds(
     max_new_tokens=st.integers(1, 30),
     block_size=st.integers(2, 4),
     shape=st.sampled_from([None, Shape(1), Shape(2), Shape(None)]),
-).map(lambda made: replace(made, min_new_tokens=min(made.min_new_tokens, made.max_new_tokens)))
+    grammar=st.sampled_from([None, None, None, pattern("[a-e]{3,20}j?"), pattern("(ab|c|de+f)+")]),
+).map(possible)
 
 
 @dataclass
@@ -155,7 +170,8 @@ def test_turning_the_dial_midway_is_turning_it_in_the_plain_decoder(request_, tu
                 mine.step()
                 oracle.step()
                 assert answer.token_ids == oracle.answers[0].token_ids
-        ours.dial = theirs.dial = Dial.parse(dial)
+        for each in (ours, theirs):
+            each.obey(Dial.parse(dial))
     assert answer.finish_reason == oracle.answers[0].finish_reason
 
 
@@ -317,6 +333,41 @@ def test_a_slot_forgets_the_bias_of_its_last_row() -> None:
     mine.finish([mine.add(replace(biased))])
     together = mine.finish([mine.add(replace(plainly)), mine.add(replace(biased))])
     assert [each.token_ids for each in together] == [plain(each).token_ids for each in (plainly, biased)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_is_followed_across_several_tokens(temperature: float) -> None:
+    """Whatever the dial; and drafts pass in spite of it, though some break it."""
+    regex = "([a-e]{2}[f-i])+j"
+    sampling = Sampling(temperature=temperature, seed=3)
+    found = {}
+    for dial in ("one-token", "exact", "relaxed=0.2"):
+        mine = engine(rows=8, ahead=1)
+        asked = [ask(start, dial, grammar=pattern(regex), sampling=sampling) for start in range(8)]
+        found[dial] = mine.finish([mine.add(each) for each in asked])
+        for each in found[dial]:
+            assert re.fullmatch(regex, each.text) or (each.finish_reason == "length" and "j" not in each.text)
+            assert re.match(r"([a-e]{2}[f-i])*[a-e]{0,2}", each.text)[0].ljust(len(each.text), "j") == each.text
+    assert [each.token_ids for each in found["exact"]] == [each.token_ids for each in found["one-token"]]
+    assert sum(each.forwards for each in found["exact"]) < 0.9 * sum(each.tokens for each in found["exact"])
+
+
+def test_a_slot_forgets_the_grammar_of_its_last_row() -> None:
+    mine = engine(rows=2)
+    guided, plainly = ask(grammar=pattern("[abc]{1,30}")), ask(2)
+    mine.finish([mine.add(replace(guided))])
+    together = mine.finish([mine.add(replace(plainly)), mine.add(replace(guided))])
+    assert [each.token_ids for each in together] == [plain(each).token_ids for each in (plainly, guided)]
+
+
+def test_grammars_that_cannot_be_followed_are_refused() -> None:
+    mine = engine()
+    with pytest.raises(MarsError, match="the grammar cannot be followed"):
+        mine.add(ask(grammar=pattern("[a-")))
+    with pytest.raises(MarsError, match="need the dial one-token, exact or relaxed"):
+        mine.add(ask(grammar=pattern("a+"), dial="threshold=0.5"))
+    with pytest.raises(MarsError, match="says where a text ends"):
+        mine.add(ask(grammar=pattern("a+"), min_new_tokens=3))
 
 
 @pytest.mark.parametrize("dial", ["one-token", "exact", "relaxed=0.2"])

@@ -15,6 +15,7 @@ from torch import Tensor
 from mars.decoding.attention import use_windows
 from mars.decoding.cache import Cache
 from mars.decoding.forward import forward
+from mars.decoding.grammar import Guide, lexicon_of, unpack
 from mars.decoding.request import Answer, Generation, Request
 from mars.errors import MarsError
 from mars.method.dials import TOP, Decision, Dial, DialBatch, decide, likelihoods, tally
@@ -55,6 +56,7 @@ class Row:
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
+        self.guide: Guide | None = None
         self.dial = answer.request.dial
         self.cursor = 0
         self.sure = list(answer.request.prompt)
@@ -82,6 +84,8 @@ class Row:
     ) -> None:
         """Take what the forward decided: emit tokens, move the cursor, and set up the next window."""
         self.answer.commit(self.claims, self.settled, accepted, token, drafts[:trusted], agrees, likely)
+        if self.guide is not None:
+            self.guide.follow(self.answer, [*self.claims[:accepted], token])
         self.cursor += len(self.sure) + accepted
         self.sure = [token]
         self.settled = not self.dial.checks
@@ -99,6 +103,9 @@ class Decoder:
             Answer(each, checkpoint.tokenizer, checkpoint.end_tokens, checkpoint.context) for each in requests
         ]
         self._rows = [Row(answer) for answer in self.answers]
+        for row in self._rows:
+            if row.answer.request.grammar is not None:
+                row.guide = lexicon_of(checkpoint).guide(row.answer.request.grammar)
         self._cache = Cache(len(requests), max(map(_slots, self.answers), default=0))
         self._set_sampling([each.drawing() for each in requests])
         self._seen, self._counts = self._count_prompts()
@@ -149,11 +156,22 @@ class Decoder:
             settled=send([row.settled for row in self._rows], device),
             seen=self._seen,
             counts=self._counts,
+            allowed=self._allowed(batch.claims.shape[1] + 1),
         )
         if self._seen is not None and self._counts is not None:
             self._counts = tally(self._counts, batch.claims, decision)
             self._seen = self._seen | (self._counts > 0)
         return decision
+
+    def _allowed(self, width: int) -> Tensor | None:
+        """Which tokens the rows' grammars allow at each trunk position; None if there are no grammars."""
+        guides = [(row.guide, row.claims) for row in self._rows if row.guide is not None]
+        if not guides:
+            return None
+        allowed = torch.ones(len(self._rows), width, self.checkpoint.vocabulary, dtype=torch.bool)
+        found = lexicon_of(self.checkpoint).allowed(guides, width)
+        allowed[[row.guide is not None for row in self._rows]] = unpack(found, self.checkpoint.vocabulary)
+        return send(allowed, self.checkpoint.device)
 
     def _commit(self, decision: Decision, likely: Sequence[Sequence[Sequence[float]]]) -> None:
         scalars = torch.stack([decision.accepted, decision.trusted, decision.draft_count, decision.token], 1)
@@ -205,8 +223,12 @@ def check_request(checkpoint: Limits, request: Request) -> None:
         raise MarsError(f"max_new_tokens must be at least 1, not {request.max_new_tokens}")
     if not 0 <= request.min_new_tokens <= request.max_new_tokens:
         raise MarsError(f"min_new_tokens must be between 0 and max_new_tokens, not {request.min_new_tokens}")
-    if request.logprobs is not None and (request.dial.kind == "threshold" or not 0 <= request.logprobs <= TOP):
-        raise MarsError(f"logprobs must be 0 to {TOP}, and need the dial one-token, exact or relaxed")
+    if request.logprobs is not None and not 0 <= request.logprobs <= TOP:
+        raise MarsError(f"logprobs must be 0 to {TOP}, not {request.logprobs}")
+    if request.needs_checks and request.dial.kind == "threshold":
+        raise MarsError(f"logprobs and grammars need the dial one-token, exact or relaxed, not {request.dial}")
+    if request.grammar is not None and (request.min_new_tokens or request.ignore_end):
+        raise MarsError("a grammar says where a text ends: min_new_tokens and ignore_end cannot be used with it")
     least = 2 if request.dial.uses_masks else 1
     if not isinstance(request.block_size, int) or request.block_size < least:
         raise MarsError(f"block_size must be at least {least} for the dial {request.dial}, not {request.block_size}")

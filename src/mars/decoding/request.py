@@ -123,10 +123,17 @@ class Request:
     """Write on behind end tokens"""
     logprobs: int | None = None
     """For every token, its log-probability and those of so many of the likeliest ones; needs a dial that checks"""
+    grammar: str | None = None
+    """What the text must follow, in llguidance's notation (see `mars.decoding.grammar`); needs a dial that checks"""
+
+    @property
+    def needs_checks(self) -> bool:
+        """Must no token be emitted on trust?"""
+        return self.logprobs is not None or self.grammar is not None
 
     def obey(self, dial: Dial) -> None:
-        """Turn the dial, as far as the request can follow: what is not checked has no likelihood."""
-        self.dial = Dial("exact") if self.logprobs is not None and dial.kind == "threshold" else dial
+        """Turn the dial, as far as the request can follow: what is not checked has no likelihood and no grammar."""
+        self.dial = Dial("exact") if self.needs_checks and dial.kind == "threshold" else dial
 
     def drawing(self) -> Sampling:
         """The sampling with a seed, and with the position before which the text must not end."""
@@ -247,8 +254,8 @@ class Answer:
         self.checked += len(verdicts)
         self.agreed += sum(verdicts)
 
-    def cancel(self) -> None:
-        self.finish_reason = "cancelled"
+    def cancel(self, reason: FinishReason = "cancelled") -> None:
+        self.finish_reason = reason
         self._seconds = time.perf_counter() - self._started
 
     def generation(self) -> Generation:

@@ -17,6 +17,7 @@ from itertools import count
 import torch
 
 from mars.decoding.decoder import check_request
+from mars.decoding.grammar import lexicon_of
 from mars.decoding.request import Answer, Generation, Request
 from mars.engine.cache import PagedCache, layer_shapes
 from mars.engine.choice import Acceptance, Cost, best_layout
@@ -146,7 +147,8 @@ class Engine:
             raise QueueFullError(f"{len(self._waiting)} requests are waiting already: try again later")
         checkpoint = self.checkpoint
         answer = Answer(request, checkpoint.tokenizer, checkpoint.end_tokens, checkpoint.context)
-        row = Row(answer, request.drawing(), (priority, next(self._numbers)))
+        guide = None if request.grammar is None else lexicon_of(self.checkpoint).guide(request.grammar)
+        row = Row(answer, request.drawing(), (priority, next(self._numbers)), guide=guide)
         needs, room = len(row.text) + answer.limit + self._margin, (self.pages.count - 1) * self.pages.size
         if needs > room:
             raise MarsError(
@@ -189,9 +191,19 @@ class Engine:
         layout = self._layout(rows)
         self.places += layout.width
         terms = [row.terms() for row in rows]
+        self._restrict(rows, layout)
         reach = max(self._furthest(row) for row in rows) + layout.width
         result = self._runner.decode(self._batch_of(terms), layout, reach)
         self._flights.append(Flight(rows, [row.visit for row in rows], terms, layout, result))
+
+    def _restrict(self, rows: Sequence[Row], layout: Layout) -> None:
+        """Tell the device what the grammars of rows allow them."""
+        guided = [(row.slot or 0, row.guide, row.claims) for row in rows if row.guide is not None]
+        if guided:
+            allowed = lexicon_of(self.checkpoint).allowed([each[1:] for each in guided], layout.trunk)
+            self._state.restrict([slot for slot, *_ in guided], allowed)
+        for row in rows:
+            row.waits = row.guide is not None
 
     def _furthest(self, row: Row) -> int:
         """How far the row's cursor may be by now."""
@@ -247,6 +259,7 @@ class Engine:
             return False
         row.slot = self._slots.pop()
         row.visit += 1
+        row.waits = False
         row.pages = []
         self._grow(row, [*shared, *self.pages.take(wanted)])
         row.cursor = len(shared) * self.pages.size
@@ -285,7 +298,7 @@ class Engine:
                         break
                     self._preempt_or_land(max(self._running))
         self._tell_pages()
-        return [row for row in self._running if row.is_prefilled]
+        return [row for row in self._running if row.is_prefilled and not row.waits]
 
     def _lacks(self, row: Row, spare: int = 0) -> int:
         """How many pages the row's next windows need that it has not; with ``spare`` ones, if it may fill them."""
@@ -340,6 +353,7 @@ class Engine:
             biased = bool(row.sampling.logit_bias)
             bias = token_bias([row.sampling], self.checkpoint.vocabulary, None)[0] if biased else None
             self._state.favour(row.slot or 0, bias)
+            self._state.restrict([row.slot or 0], None)
 
     def _layout(self, rows: Sequence[Row]) -> Layout:
         """The window of this step: what some row needs, or else what is fastest for this many rows."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, field
 
+from mars.decoding.grammar import Guide
 from mars.decoding.request import Answer, Request
 from mars.engine.layout import Layout
 from mars.engine.pages import START
@@ -29,6 +30,10 @@ class Row:
     """How many tokens of the text are cached"""
     slot: int | None = None
     """Its place among the running rows; None while it waits"""
+    guide: Guide | None = None
+    """Through its grammar, if it has one"""
+    waits: bool = False
+    """For the outcome of its last step, without which its grammar cannot say what may come next"""
     visit: int = 0
     """How often it has been given one"""
     trusts: bool = False
@@ -88,7 +93,8 @@ class Row:
             groups = max(1, Layout.of(shape, request.block_size).groups)
             masks = request.block_size - 1 if request.dial.uses_masks else 0
             wants = request.logprobs is not None
-            last = self.last_terms = Terms(self.slot, request.dial, self.sampling, groups, masks, wants)
+            guided = self.guide is not None
+            last = self.last_terms = Terms(self.slot, request.dial, self.sampling, groups, masks, wants, guided)
         self.trusts = request.dial.kind == "threshold"
         return last
 
@@ -101,6 +107,9 @@ class Row:
         checked = (len(claims), accepted) if claims and not self.settled else None
         likely = _rows_of(rest[layout.trunk - 1 + layout.masks :]) if self.request.logprobs is not None else ()
         self.answer.commit(claims, self.settled, accepted, token, drafts[:trusted], agrees, likely)
+        if self.guide is not None:
+            self.guide.follow(self.answer, [*claims[:accepted], token])
+            self.waits = False
         self.text += [*claims[:accepted], token]
         self.cursor = len(self.text) - 1
         self.settled = not terms.dial.checks

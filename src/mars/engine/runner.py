@@ -42,6 +42,8 @@ class Terms:
     """Masks in each of its groups"""
     likelihoods: bool = False
     """Does it want to know how likely its tokens were?"""
+    restricted: bool = False
+    """Does it follow a grammar?"""
 
     def numbers(self, vocabulary: int) -> list[float]:
         mine = [self.slot, self.dial.checks, self.groups, self.masks]
@@ -59,9 +61,14 @@ class Batch:
 
     @classmethod
     def of(cls, rows: Sequence[Terms], vocabulary: int) -> Batch:
+        features = replace(
+            Features.of([row.sampling for row in rows]),
+            likelihoods=any(row.likelihoods for row in rows),
+            restricts=any(row.restricted for row in rows),
+        )
         return cls(
             torch.tensor([row.numbers(vocabulary) for row in rows], dtype=torch.float64),
-            replace(Features.of([row.sampling for row in rows]), likelihoods=any(row.likelihoods for row in rows)),
+            features,
             DialFeatures.of([row.dial for row in rows]),
         )
 
@@ -162,6 +169,7 @@ class Runner:
             SamplingBatch(numbers[:, split:], bias, features, self._ends),
             positions=state.cursor[slots],
             settled=state.settled[slots],
+            allowed=state.allowed(slots, fixed.batch.claims.shape[1] + 1) if features.restricts else None,
             **(state.history(slots) if features.penalises else {}),
         )
         state.commit(slots, fixed.batch.claims, decision, checks.bool(), penalises=features.penalises)

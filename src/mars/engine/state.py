@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mars.decoding.grammar import BITS, unpack
 from mars.engine.layout import Pending
 from mars.method.dials import Decision, tally
 from mars.method.tensors import send
@@ -47,6 +48,9 @@ class State:
         self._bias: Tensor | None = None
         self._favoured: set[int] = set()
         """Slots whose bias is not 0"""
+        self._allowed: Tensor | None = None
+        self._restricted: set[int] = set()
+        """Slots that may not write everything"""
 
     @property
     def device(self) -> torch.device:
@@ -93,6 +97,27 @@ class State:
         if self._bias is None:
             raise RuntimeError("no row with a bias was announced")
         return self._bias[slots]
+
+    def restrict(self, slots: Sequence[int], allowed: Tensor | None) -> None:
+        """Note what rows may write in their next step (slots, positions, words), as bits; None: everything."""
+        if allowed is None and not self._restricted.intersection(slots):
+            return
+        if self._allowed is None:
+            words = -(-self.vocabulary // BITS)
+            shape = (self.slots + 1, self.claims.shape[1] + 1, words)
+            self._allowed = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+        if allowed is None:
+            self._allowed[slots] = -1
+            self._restricted.difference_update(slots)
+        else:
+            self._allowed[slots, : allowed.shape[1]] = send(allowed, self.device)
+            self._restricted.update(slots)
+
+    def allowed(self, slots: Tensor, width: int) -> Tensor:
+        """(slots, width, vocabulary): may it be written there?"""
+        if self._allowed is None:
+            raise RuntimeError("no row with a grammar was announced")
+        return unpack(self._allowed[slots, :width], self.vocabulary)
 
     def pending(self, slots: Tensor, groups: Tensor, masks: Tensor) -> Pending:
         return Pending(

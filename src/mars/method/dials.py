@@ -162,18 +162,21 @@ def decide(
     settled: Tensor,
     seen: Tensor | None = None,
     counts: Tensor | None = None,
+    allowed: Tensor | None = None,
 ) -> Decision:
     """Judge the claims of each row, draw the AR token behind them, and read the masks that follow it.
 
     ``logits`` are the last ``windows.tail`` ones, ``positions`` (rows,) those of the anchors, ``settled`` (rows,)
     says which rows have emitted their claims already, ``seen`` and ``counts`` (rows, vocabulary) are the tokens up to
-    the anchor.
+    the anchor, ``allowed`` (rows, claims + 1, vocabulary) marks those that may follow there; guesses are free.
     """
     claims = windows.claims
     steps = torch.arange(claims.shape[1] + 1, device=claims.device)
     history = _along_claims(claims, seen, counts)
     places = positions[:, None] + 1 + steps
     beliefs = sampling.hold(sampling.adjust(windows.trunk_logits(logits), *history), places)
+    if allowed is not None:
+        beliefs = torch.where(allowed, beliefs, -torch.inf)
     scores = sampling.scores(beliefs)
     choices = sampling.draw(scores, places)  # what the AR model writes, if the claims stay
 

@@ -95,6 +95,8 @@ class Features:
     """Does some row keep from ending?"""
     likelihoods: bool = False
     """Does some row want to know how likely its tokens were?"""
+    restricts: bool = False
+    """Does some row follow a grammar?"""
 
     @classmethod
     def of(cls, rows: Sequence[Sampling]) -> Features:
