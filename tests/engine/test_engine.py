@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import random
 import re
 from collections import Counter
@@ -19,6 +18,7 @@ from hypothesis import strategies as st
 from mars import MarsError, Sampling
 from mars.decoding.attention import own_attention
 from mars.decoding.decoder import Decoder
+from mars.decoding.grammar import lark_grammar
 from mars.decoding.request import Answer, Generation, Request
 from mars.engine import Engine, QueueFullError
 from mars.engine.cache import layer_shapes
@@ -63,7 +63,7 @@ def ask(start: int = 1, dial: str = "exact", length: int = 30, **options) -> Req
 
 
 def pattern(regex: str) -> str:
-    return json.dumps({"grammars": [{"lark_grammar": f"start: /{regex}/"}]})
+    return lark_grammar(f"start: /{regex}/")
 
 
 def possible(request: Request) -> Request:

@@ -21,9 +21,9 @@ MODEL = "letters"
 
 
 @contextmanager
-def serving(*options: object, model: Path) -> Iterator[str]:
+def serving(*options: object, model: Path | str, name: str = MODEL) -> Iterator[str]:
     """``mars serve`` on a free port; yields its address."""
-    command = [sys.executable, "-m", "mars", "serve", "--model", str(model), "--name", MODEL, "--port", "0"]
+    command = [sys.executable, "-m", "mars", "serve", "--model", str(model), "--name", name, "--port", "0"]
     process = subprocess.Popen(
         [*command, *map(str, options)],
         stderr=subprocess.PIPE,

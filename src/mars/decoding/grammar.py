@@ -26,8 +26,16 @@ BITS = 32
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
     """JSON texts that a schema allows."""
-    guided = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
-    return json.dumps({"grammars": [{"json_schema": guided}]})
+    return lark_grammar(f"start: {json_rule(schema)}")
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """The same as part of a grammar."""
+    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
+
+
+def lark_grammar(rules: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": rules}]})
 
 
 class Lexicon:
@@ -50,7 +58,7 @@ class Lexicon:
         """Raises if there is no such grammar."""
         import llguidance
 
-        return Guide(llguidance.LLMatcher(self.tokens, grammar))
+        return Guide(llguidance.LLMatcher(self.tokens, grammar, log_level=0))
 
     def allowed(self, rows: Sequence[tuple[Guide, Sequence[int]]], width: int) -> Tensor:
         """(rows, width, words): the tokens that each row's text allows next, and after each of its claims, as bits.
@@ -93,7 +101,7 @@ class Guide:
     def __init__(self, matcher: Any) -> None:
         self.matcher = matcher
         if matcher.is_error():
-            raise MarsError(f"the grammar cannot be followed: {matcher.get_error()}")
+            raise MarsError(f"the grammar cannot be followed: {matcher.get_error().splitlines()[0]}")
 
     def follow(self, answer: Answer, tokens: Sequence[int]) -> None:
         """The answer goes on with these tokens; it is cut off where the grammar grows beyond llguidance's limits."""

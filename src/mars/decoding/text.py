@@ -66,7 +66,7 @@ class StopStrings:
             self.hit = True
             self._held = ""
             return text[: min(found)]
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        keep = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -75,7 +75,7 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """How many characters at the end of the text are the beginning of the stop string."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)

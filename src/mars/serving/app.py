@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import mars
+from mars.decoding.grammar import lexicon_of
 from mars.decoding.request import Request as EngineRequest
 from mars.errors import MarsError
 from mars.method.dials import Dial
@@ -32,6 +33,7 @@ from mars.serving.protocol import (
     DialRequest,
     TokenizeRequest,
 )
+from mars.serving.tools import Style, Toolbox
 
 PAGE = Path(__file__).parent / "page"
 
@@ -85,8 +87,8 @@ class Service:
     def dial(self) -> Dial:
         return self.backend.dial or self.facts.dial
 
-    def reply(self, kind: str) -> replies.Reply:
-        return replies.Reply(kind, self.name, self.facts.tokenizer)
+    def reply(self, kind: str, tools: Toolbox | None = None) -> replies.Reply:
+        return replies.Reply(kind, self.name, self.facts.tokenizer, tools)
 
     def turn(self, dial: Dial) -> None:
         self.backend.turn(self.rules.require(dial))
@@ -97,7 +99,7 @@ class Service:
                 404, f"there is no model {model}: this server has {self.name}", param="model", code="model_not_found"
             )
 
-    def submit(self, asked: Completing, prompt: list[int]) -> list[Ticket]:
+    def submit(self, asked: Completing, prompt: list[int], grammar: str | None) -> list[Ticket]:
         """The ``n`` choices of a prompt."""
         limit = asked.limit
         dial = None if asked.dial is None else self.rules.require(Dial.parse(asked.dial))
@@ -118,6 +120,7 @@ class Service:
                     min_new_tokens=asked.min_tokens,
                     ignore_end=asked.ignore_eos,
                     logprobs=asked.alternatives,
+                    grammar=grammar,
                 )
                 if dial is None:
                     request.obey(self.dial)
@@ -134,12 +137,19 @@ class Service:
             self.metrics.finish(ticket)
 
     async def respond(
-        self, http: Request, asked: Completing, reply: replies.Reply, prompts: list[list[int]]
+        self,
+        http: Request,
+        asked: Completing,
+        reply: replies.Reply,
+        prompts: list[list[int]],
+        grammar: str | None = None,
     ) -> Response:
         tickets: list[Ticket] = []
         try:
+            if grammar is not None:  # is it one?
+                await asyncio.to_thread(lambda: lexicon_of(self.facts).guide(grammar))
             for prompt in prompts:
-                tickets += self.submit(asked, prompt)
+                tickets += self.submit(asked, prompt, grammar)
             first = await _unless_gone(http, tickets[0].advance())  # an error up to here has a status of its own
         except BaseException:
             self.drop(tickets)
@@ -275,9 +285,14 @@ def create_app(backend: Backend, rules: Rules, name: str | None = None) -> FastA
     @app.post("/v1/chat/completions", dependencies=guarded)
     async def chat_completions(asked: ChatCompletionRequest, http: Request) -> Response:
         service.check_model(asked.model)
-        messages = [each.as_dict() for each in asked.messages]
-        prompt = encode_chat(service.facts.tokenizer, messages, service.name)
-        return await service.respond(http, asked, service.reply("chat.completion"), [prompt])
+        messages, tokenizer = [each.as_dict() for each in asked.messages], service.facts.tokenizer
+        if asked.may_call:
+            box = asked.toolbox(Style.of(tokenizer, service.name))
+            prompt, grammar = box.encode(tokenizer, messages, service.name), box.grammar(tokenizer)
+            return await service.respond(http, asked, service.reply("chat.completion", box), [prompt], grammar)
+        prompt = encode_chat(tokenizer, messages, service.name)
+        grammar = asked.response_format.grammar if asked.response_format else None
+        return await service.respond(http, asked, service.reply("chat.completion"), [prompt], grammar)
 
     @app.post("/v1/completions", dependencies=guarded)
     async def completions(asked: CompletionRequest, http: Request) -> Response:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from mars.decoding.grammar import json_grammar
 from mars.method.dials import Dial
 from mars.method.sampling import Sampling
+from mars.serving.tools import Style, Toolbox
 
 TokenBias = Annotated[float, Field(ge=-100, le=100)]
 Stop = str | Annotated[list[str], Field(max_length=16)]
@@ -91,16 +94,104 @@ class Part(Strict):
     text: str
 
 
+class CalledFunction(Strict):
+    name: str
+    arguments: Annotated[dict[str, Any], BeforeValidator(lambda text: json.loads(text or "{}"))]
+    """JSON, as the model wrote it"""
+
+
+class ToolCall(Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    """These four are part of a message that a client got and sends back"""
+
+    @model_validator(mode="after")
+    def _complete(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("a message without tool_calls needs content")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only the assistant's messages have tool_calls")
+        return self
 
     def as_dict(self) -> dict[str, Any]:
         """As chat templates want it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": content}
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or [])
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        if self.tool_calls:
+            message["tool_calls"] = [each.model_dump() for each in self.tool_calls]
+        if self.role == "tool":
+            message |= {"tool_call_id": self.tool_call_id, "name": self.name}
+        return message
+
+
+class JsonSchema(Strict):
+    name: str
+    description: str | None = None
+    definition: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+    """Of no effect: answers follow the schema in any case"""
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+    @property
+    def grammar(self) -> str | None:
+        return None
+
+
+class JsonObjectFormat(Strict):
+    type: Literal["json_object"]
+
+    @property
+    def grammar(self) -> str | None:
+        return json_grammar({"type": "object"})
+
+
+class JsonSchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+    @property
+    def grammar(self) -> str | None:
+        return json_grammar(self.json_schema.definition)
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class Function(Strict):
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatCompletionRequest(Completing):
@@ -109,6 +200,36 @@ class ChatCompletionRequest(Completing):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _usable_tools(self) -> ChatCompletionRequest:
+        names = [tool.function.name for tool in self.tools or []]
+        if len(names) > len(set(names)):
+            raise ValueError("two tools have the same name")
+        if not self._forced <= {*names} or (self.tool_choice == "required" and not names):
+            raise ValueError("tool_choice asks for a function that is not among the tools")
+        if self.may_call and self.response_format is not None and self.response_format.type != "text":
+            raise ValueError("response_format cannot be combined with tools: use tool_choice none")
+        return self
+
+    @property
+    def may_call(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def _forced(self) -> frozenset[str]:
+        """Functions one of which must be called"""
+        if isinstance(self.tool_choice, NamedTool):
+            return frozenset({self.tool_choice.function.name})
+        return frozenset(each.function.name for each in self.tools or [] if self.tool_choice == "required")
+
+    def toolbox(self, style: Style) -> Toolbox:
+        functions = [each.function.model_dump(exclude_none=True) for each in self.tools or []]
+        return Toolbox(style, functions, self._forced, self.parallel_tool_calls)
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatCompletionRequest:

@@ -13,6 +13,7 @@ from uuid import uuid4
 from transformers import PreTrainedTokenizerBase
 
 from mars.decoding.request import Answer, Likelihood
+from mars.serving.tools import Call, CallReader, Toolbox
 
 LEAST = -9999.0
 """Stands for minus infinity, which JSON does not have"""
@@ -45,8 +46,12 @@ class Reply:
     """``chat.completion`` or ``text_completion``"""
     model: str
     tokenizer: PreTrainedTokenizerBase
+    tools: Toolbox | None = None
+    """What may be called"""
     id: str = field(init=False)
     created: int = field(init=False)
+    _readers: dict[int, CallReader] = field(default_factory=dict)
+    """Of each choice, where there are tools"""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "id", f"{KINDS[self.kind]}-{uuid4().hex}")
@@ -57,11 +62,14 @@ class Reply:
         return self.kind == "chat.completion"
 
     def whole(self, prompt_tokens: int, answers: Sequence[Answer], texts: Sequence[str]) -> dict[str, Any]:
-        choices = [
-            self._choice(index, {"message": {"role": "assistant", "content": text}}, {"text": text}, answer)
-            | {"logprobs": self._logprobs(answer, 0)}
-            for index, (answer, text) in enumerate(zip(answers, texts, strict=True))
-        ]
+        choices = []
+        for index, (answer, text) in enumerate(zip(answers, texts, strict=True)):
+            said, calls = self._read(index, text, last=True)
+            message: dict[str, Any] = {"role": "assistant", "content": None if calls and not said else said}
+            if calls:
+                message["tool_calls"] = [each.as_dict() for each in calls]
+            choice = self._choice(index, {"message": message}, {"text": text}, answer)
+            choices.append(choice | {"logprobs": self._logprobs(answer, 0)})
         return self._head(self.kind, choices) | {"usage": usage(prompt_tokens, answers), "mars": figures(answers)}
 
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -71,13 +79,13 @@ class Reply:
     def text(self, index: int, pieces: Sequence[str], answer: Answer) -> dict[str, Any]:
         """What the last forwards wrote; ``mars.forwards`` has tokens and characters of each."""
         text, steps = "".join(pieces), answer.steps[-len(pieces) :]
-        chunk = self._chunk(index, {"delta": {"content": text}}, {"text": text})
+        chunk = self._chunk(index, {"delta": self._delta(index, text)}, {"text": text})
         chunk["choices"][0]["logprobs"] = self._logprobs(answer, len(answer.token_ids) - sum(steps))
         sizes = [[tokens, len(piece)] for tokens, piece in zip(steps, pieces, strict=True)]
         return chunk | {"mars": {"forwards": sizes}}
 
     def closing(self, index: int, answer: Answer) -> dict[str, Any]:
-        return self._chunk(index, {"delta": {}}, {"text": ""}, answer)
+        return self._chunk(index, {"delta": self._delta(index, "", last=True)}, {"text": ""}, answer)
 
     def account(self, prompt_tokens: int, answers: Sequence[Answer]) -> dict[str, Any]:
         """The last chunk, for those who asked for it."""
@@ -95,7 +103,27 @@ class Reply:
 
     def _choice(self, index: int, chat: dict[str, Any], plain: dict[str, Any], answer: Answer | None) -> dict[str, Any]:
         content = chat if self.is_chat else plain
-        return {"index": index, **content, "logprobs": None, "finish_reason": answer and answer.finish_reason}
+        reason: str | None = answer.finish_reason if answer else None
+        if reason == "stop" and index in self._readers and self._readers[index].called:
+            reason = "tool_calls"
+        return {"index": index, **content, "logprobs": None, "finish_reason": reason}
+
+    def _delta(self, index: int, text: str, *, last: bool = False) -> dict[str, Any]:
+        said, calls = self._read(index, text, last)
+        delta: dict[str, Any] = {"content": said} if said else {}
+        if calls:
+            first = self._readers[index].called - len(calls)
+            delta["tool_calls"] = [{"index": number, **each.as_dict()} for number, each in enumerate(calls, first)]
+        return delta
+
+    def _read(self, index: int, text: str, last: bool) -> tuple[str, list[Call]]:
+        """What a choice says and calls, as far as this text makes it sure; ``last``: no more will come."""
+        if self.tools is None:
+            return text, []
+        reader = self._readers.setdefault(index, self.tools.reader())
+        said, calls = reader.feed(text)
+        rest, more = reader.flush() if last else ("", [])
+        return said + rest, calls + more
 
     def _logprobs(self, answer: Answer, start: int) -> dict[str, Any] | None:
         """Of the tokens from ``start`` on, without the one that ends the text."""

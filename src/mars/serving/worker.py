@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from mars.decoding.grammar import lexicon_of
 from mars.decoding.request import Answer
 from mars.engine import Engine, QueueFullError
 from mars.errors import MarsError
@@ -56,6 +58,8 @@ class _Open:
 class Worker:
     def __init__(self, connection: Connection, options: EngineOptions) -> None:
         checkpoint = load_checkpoint(options.model, adapter=options.adapter, dtype=options.dtype, device=options.device)
+        with suppress(MarsError):  # where grammars are possible, the first one shall not wait
+            lexicon_of(checkpoint)
         self._connection = connection
         self._engine = Engine(checkpoint, rows=options.rows, memory=options.memory, max_waiting=options.max_waiting)
         for _ in self._engine.warm_up():
