@@ -41,7 +41,7 @@ CALLED = ("weather", {"city": "Paris"})
     [
         ("Hello, a < b.", "Hello, a < b.", []),
         (f"<tool_call>\n{PARIS}\n</tool_call>", "", [CALLED]),
-        (f"Let me see. <tool_call>{PARIS}</tool_call>\n<tool_call>\n{NOW}</tool_call>\n", "Let me see. ", [CALLED, ("time", {})]),
+        (f"Hm. <tool_call>{PARIS}</tool_call>\n<tool_call>\n{NOW}</tool_call>\n", "Hm. ", [CALLED, ("time", {})]),
         (f"<tool_call>\n{PARIS}", "", [CALLED]),  # ended without the tag
         ("<tool_call>{oops</tool_call>!", "<tool_call>{oops</tool_call>!", []),
         ('<tool_call>{"name": "other"}</tool_call>', '<tool_call>{"name": "other"}</tool_call>', []),
@@ -113,15 +113,15 @@ def test_a_template_without_functions_gets_them_in_the_system_message() -> None:
     chat = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Paris?"},
-        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "P"}}}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": json.loads(PARIS)}]},
         {"role": "tool", "content": "rain"},
-    ]  # fmt: skip
+    ]
     box = Toolbox(Style(is_told=False), [WEATHER], forced=frozenset({"weather"}))
     assert box.encode(Recorder(), chat, "it") == [1, 2]
     system, user, assistant, tool, begun = shown
     assert system.startswith("system: Be brief.\n\n") and json.dumps(WEATHER) in system
     assert user == "user: Paris?"
-    assert assistant == 'assistant: <tool_call>\n{"name": "weather", "arguments": {"city": "P"}}\n</tool_call>'
+    assert assistant == f"assistant: <tool_call>\n{PARIS}\n</tool_call>"
     assert tool == "user: <tool_response>\nrain\n</tool_response>"
     assert begun == "<tool_call>\n"
 
