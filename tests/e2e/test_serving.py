@@ -138,7 +138,7 @@ def test_a_streamed_call(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "?"}}}}, "Invalid type"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "?"}}}}, "type"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_object"}, "extra_body": {"dial": "threshold=0.9"}}, "threshold=0.9"),
         ({"response_format": {"type": "json_object"}, "extra_body": {"min_tokens": 5}}, "grammar"),

@@ -48,14 +48,14 @@ async function request(path, { body, quiet = false, onSend = () => {}, ...option
 }
 
 async function refusal(response) {
-  const said = (await response.json().catch(() => null))?.error?.message;
+  const { message: said, param } = (await response.json().catch(() => null))?.error ?? {};
   const wait = Number.parseInt(response.headers.get("Retry-After"), 10);
   if (response.status === 401) return new Trouble("A key is needed for this.");
   if (response.status === 429) {
     return new Trouble(`The server is busy. Please try again in ${wait ? plural(wait, "second") : "a moment"}.`);
   }
   if (response.status >= 500) return new Trouble(`The server has a problem: ${said ?? `status ${response.status}`}`);
-  return new Trouble(`The server refused: ${said ?? `status ${response.status}`}`);
+  return Object.assign(new Trouble(`The server refused: ${said ?? `status ${response.status}`}`), { param });
 }
 
 const fetchJson = async (path, options) => (await request(path, options)).json();
@@ -139,7 +139,7 @@ function landing(target, start) {
 }
 
 function explain(dial) {
-  const share = `${Math.round(100 * valueOf(dial))}%`;
+  const share = `${+(100 * valueOf(dial)).toPrecision(3)}%`;
   return {
     "one-token": "Writes one token per forward pass: the plain model, for comparison.",
     exact: "Writes exactly what the model would have written one token at a time; only faster.",
@@ -222,7 +222,7 @@ class Answer {
   constructor(dial) {
     this.dial = dial;
     this.element = copyOf("answer-template");
-    this.part(".dial-used").textContent = dial;
+    this.part(".dial-used").textContent = dial ?? "MARS";
   }
 
   part(selector) { return this.element.querySelector(selector); }
@@ -235,7 +235,12 @@ class Answer {
     try {
       const onSend = () => { this.started = performance.now(); };
       const full = { model: await model(signal), ...body };
-      const response = await request("v1/chat/completions", { method: "POST", body: full, signal, onSend });
+      const post = (fields) => request("v1/chat/completions", { method: "POST", body: fields, signal, onSend });
+      const response = await post(full).catch((error) => {
+        if (error.param !== "max_tokens" || !$("max-tokens").validity.valid) throw error;
+        $("max-tokens").value = ""; // the operator allows less: then as much as that
+        return post({ ...full, max_tokens: undefined });
+      });
       for await (const event of events(response)) this.take(event);
       if (!this.finished) throw new Trouble(CUT_OFF);
     } catch (error) {
@@ -275,7 +280,9 @@ class Answer {
     this.tokens = usage?.completion_tokens ?? this.tokens;
     this.forwards = mars.forwards ?? this.forwards;
     this.agreement = mars.agreement;
-    if (mars.dial && mars.dial !== this.dial) this.part(".dial-used").textContent = `${this.dial}, then ${mars.dial}`;
+    if (mars.dial && mars.dial !== this.dial) {
+      this.part(".dial-used").textContent = this.dial ? `${this.dial}, then ${mars.dial}` : mars.dial;
+    }
   }
 
   drawFigures() {
@@ -305,6 +312,7 @@ function labelForward(span) {
 function showForwards() {
   document.body.classList.toggle("by-forward", $("show-forwards").checked);
   document.querySelectorAll(".text span").forEach(labelForward);
+  if (chat.length) keepEndInView(); // the lines have moved apart
 }
 
 // ---- The race -------------------------------------------------------------------------------------------------------
@@ -351,7 +359,7 @@ function messagesFor(question) {
 
 function settings() {
   return {
-    max_tokens: $("max-tokens").valueAsNumber || 512,
+    max_tokens: $("max-tokens").valueAsNumber || undefined,
     temperature: $("temperature").valueAsNumber || 0,
     stream: true,
     stream_options: { include_usage: true },
@@ -360,7 +368,7 @@ function settings() {
 
 /** Without a dial of its own an answer obeys the server's, also when that is turned on the way. Racers keep theirs. */
 async function ask(question, racing) {
-  const dials = racing ? ["one-token", currentDial()] : [currentDial() ?? "MARS"];
+  const dials = racing ? ["one-token", currentDial()] : [currentDial()];
   const replies = dials.map((dial) => new Answer(dial));
   const body = { messages: messagesFor(question), ...settings() };
   const turn = openTurn(question, replies);
