@@ -7,7 +7,7 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -28,6 +28,7 @@ DEMO_PROMPTS = (
 )
 DEMO_DIALS = ("one-token", "exact", "threshold=0.9")
 DEMO_TOKENS = 64
+DEFAULT_URL = "http://127.0.0.1:8000"
 CHAT_HELP = "/dial DIAL turns the dial, /system TEXT sets the system prompt, /reset forgets the chat, /exit leaves"
 
 app = typer.Typer(
@@ -230,11 +231,23 @@ def serve(
         str | None, typer.Option("--admin-key", envvar="MARS_ADMIN_KEY", help="Needed to turn the server's dial.")
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="What the model is called; default: as given.")] = None,
+    target_token: Annotated[
+        float, typer.Option("--target-token", min=1e-6, help="With --dial auto: most seconds per token.")
+    ] = 0.05,
+    target_wait: Annotated[
+        float, typer.Option("--target-wait", min=1e-6, help="With --dial auto: most seconds to the first token.")
+    ] = 1.0,
+    log_level: Annotated[
+        Literal["debug", "info", "warning"], typer.Option("--log-level", help="Of the log, whose lines are JSON.")
+    ] = "info",
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Have prompts and answers in the log.")] = False,
 ) -> None:
-    """Serve a model with OpenAI's API."""
+    """Serve a model with OpenAI's API. --dial auto leaves the dial to the load, between exact and --floor."""
     from mars.method.dials import Dial
 
     try:
+        from mars.serving.governor import Target
+        from mars.serving.protocol import AUTO
         from mars.serving.server import Serving, run
     except ImportError as error:
         raise MarsError(f"serving needs more packages ({error.name}): pip install 'mars-llm[serve]'") from None
@@ -242,7 +255,7 @@ def serve(
         Serving(
             model=model,
             adapter=adapter,
-            dial=None if dial is None else Dial.parse(dial),
+            dial=None if dial in (None, AUTO) else Dial.parse(dial),
             floor=None if floor is None else Dial.parse(floor),
             host=host,
             port=port,
@@ -253,6 +266,10 @@ def serve(
             api_key=api_key,
             admin_key=admin_key,
             name=name,
+            auto=dial == AUTO,
+            target=Target(target_token, target_wait),
+            log_level=log_level,
+            log_prompts=log_prompts,
         )
     )
 
@@ -260,16 +277,21 @@ def serve(
 @app.command("dial")
 def turn(
     dial: Annotated[str | None, typer.Argument(help="What to turn it to; without one, it is only shown.")] = None,
-    url: Annotated[str, typer.Option("--url", help="Where mars serve listens.")] = "http://127.0.0.1:8000",
+    url: Annotated[
+        list[str] | None,
+        typer.Option("--url", help=f"Where mars serve listens, {DEFAULT_URL} unless given; may be given again."),
+    ] = None,
     key: Annotated[str | None, typer.Option("--key", envvar="MARS_ADMIN_KEY", help="The server's admin key.")] = None,
 ) -> None:
-    """Show or turn the dial of a running server."""
+    """Show or turn the dial of a running server, or of several."""
     from mars.method.dials import Dial
-    from mars.serving.remote import dial_of
+    from mars.serving.remote import dials_of
 
-    state = dial_of(url, key, None if dial is None else str(Dial.parse(dial)))
-    floor = f", nothing looser than {state['floor']}" if state["floor"] else ""
-    typer.echo(f"{state['dial']}{floor}")
+    urls = url or [DEFAULT_URL]
+    for each, state in dials_of(urls, key, dial if dial in (None, "auto") else str(Dial.parse(dial))):
+        name = f"{each}: " if len(urls) > 1 else ""
+        floor = f", nothing looser than {state['floor']}" if state["floor"] else ""
+        typer.echo(f"{name}{state['dial']}{floor}")
 
 
 @app.command()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,27 +22,39 @@ from tests.conftest import save_chat_model
 MODEL = "letters"
 
 
+class Address(str):
+    """Where a server listens, and where its log is."""
+
+    def __new__(cls, url: str, log: Path) -> Address:
+        made = super().__new__(cls, url)
+        made.log = log
+        return made
+
+    log: Path
+
+    def events(self, event: str) -> list[dict]:
+        whole = self.log.read_text().rpartition("\n")[0].splitlines()
+        lines = [json.loads(line) for line in whole if line.startswith("{")]
+        return [line for line in lines if line["event"] == event]
+
+
 @contextmanager
-def serving(*options: object, model: Path | str, name: str = MODEL) -> Iterator[str]:
+def serving(*options: object, model: Path | str, name: str = MODEL) -> Iterator[Address]:
     """``mars serve`` on a free port; yields its address."""
     command = [sys.executable, "-m", "mars", "serve", "--model", str(model), "--name", name, "--port", "0"]
-    process = subprocess.Popen(
-        [*command, *map(str, options)],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-    )
-    try:
-        assert process.stderr is not None
-        said = ""
-        while not (found := re.search(r"http://\S+", said)):
-            line = process.stderr.readline()
-            assert line, f"the server did not start: {said}"
-            said += line
-        yield found[0]
-    finally:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0, "the server did not stop by itself"
+    with tempfile.NamedTemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [*command, *map(str, options)], stderr=log, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        )
+        path = Path(log.name)
+        try:
+            until(lambda: "http://" in path.read_text() or process.poll() is not None, 120)
+            found = re.search(r"http://\S+", path.read_text())
+            assert found, f"the server did not start: {path.read_text()}"
+            yield Address(found[0], path)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0, f"the server did not stop by itself: {path.read_text()[-2000:]}"
 
 
 @pytest.fixture(scope="session")

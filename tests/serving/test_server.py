@@ -205,7 +205,7 @@ def assert_error(response: httpx.Response, status: int, message: str) -> dict:
         ({"temperature": 3}, "temperature: Input should be less than or equal to 2"),
         ({"temperature": "warm"}, "temperature: "),
         ({"messages": []}, "messages: "),
-        ({"messages": [{"role": "user"}]}, "missing parameter: messages.0.content"),
+        ({"messages": [{"role": "user"}]}, "messages.0: a message without tool_calls needs content"),
         ({"messages": None}, "messages: "),
         ({"n": 0}, "n: "),
         ({"dial": "warp=9"}, "unknown dial"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,14 @@ from mars.decoding.request import Request as EngineRequest
 from mars.errors import MarsError
 from mars.method.dials import Dial
 from mars.models.prompts import encode, encode_chat
-from mars.serving import errors, replies
+from mars.serving import errors, logs, replies
 from mars.serving.backend import Backend, EngineGoneError, Ticket
 from mars.serving.errors import ApiError, to_api_error
+from mars.serving.governor import TICK, Governor, Meter, Target, ladder
 from mars.serving.messages import Ready
 from mars.serving.metrics import Metrics
 from mars.serving.protocol import (
+    AUTO,
     ChatCompletionRequest,
     Completing,
     CompletionRequest,
@@ -35,6 +39,7 @@ from mars.serving.protocol import (
 )
 from mars.serving.tools import Style, Toolbox
 
+log = logging.getLogger("mars.serving")
 PAGE = Path(__file__).parent / "page"
 
 
@@ -50,6 +55,8 @@ class Rules:
     max_body: int = 4 * 2**20
     max_new_tokens: int | None = None
     """Of one answer; longer ones are refused"""
+    log_prompts: bool = False
+    """And answers"""
 
     def allows(self, dial: Dial) -> bool:
         """Is this dial as strict as the floor? Dials of different kinds cannot be compared, so only its own kind is."""
@@ -67,11 +74,25 @@ class Rules:
 class Service:
     """The endpoints' common ground."""
 
-    def __init__(self, backend: Backend, rules: Rules, name: str | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        rules: Rules,
+        name: str | None = None,
+        *,
+        auto: bool = False,
+        target: Target | None = None,
+    ) -> None:
         self.backend = backend
         self.rules = rules
         self._name = name
         self.metrics = Metrics(backend, self.name)
+        model = self.facts.dial
+        strict = Dial("exact") if model.is_loose else model
+        self._governor = Governor(ladder(strict, rules.floor), target or Target())
+        self.is_auto = False
+        if auto:
+            self.turn(None)
 
     @property
     def facts(self) -> Ready:
@@ -90,8 +111,25 @@ class Service:
     def reply(self, kind: str, tools: Toolbox | None = None) -> replies.Reply:
         return replies.Reply(kind, self.name, self.facts.tokenizer, tools)
 
-    def turn(self, dial: Dial) -> None:
-        self.backend.turn(self.rules.require(dial))
+    def turn(self, dial: Dial | None) -> None:
+        """By hand; None leaves it to the governor from now on."""
+        self.backend.turn(self._governor.dial if dial is None else self.rules.require(dial))
+        self.is_auto = dial is None
+        log.info("dial", extra={"facts": {"dial": str(self.dial), "auto": self.is_auto}})
+
+    async def govern(self) -> None:
+        """Turn the dial by load, whenever that is wanted."""
+        meter, governor = Meter(self.backend), self._governor
+        while True:
+            await asyncio.sleep(TICK)
+            load, rung = meter.read(), governor.rung
+            if not self.is_auto or not governor.observe(load, time.perf_counter()):
+                continue
+            self.backend.turn(governor.dial)
+            direction = "looser" if governor.rung > rung else "stricter"
+            self.metrics.moves.labels(self.name, direction).inc()
+            facts = {"dial": str(governor.dial), "direction": direction, **asdict(load)}
+            log.info("governor", extra={"facts": facts})
 
     def check_model(self, model: str) -> None:
         if model != self.name:
@@ -160,17 +198,35 @@ class Service:
         count = sum(map(len, prompts))
         if asked.stream:
             wants_usage = asked.stream_options is not None and asked.stream_options.include_usage
-            events = self._events(tickets, first, reply, count if wants_usage else None)
+            events = self._events(http, tickets, first, reply, count if wants_usage else None)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         try:
             await _unless_gone(http, _finish(tickets))
         finally:
-            self.drop(tickets)
+            self.close(http, tickets, reply)
         answers = [ticket.answer for ticket in tickets]
         return JSONResponse(reply.whole(count, answers, [answer.text for answer in answers]))
 
+    def close(self, http: Request, tickets: Sequence[Ticket], reply: replies.Reply) -> None:
+        """Drop what a response was made of, and have it in the log."""
+        self.drop(tickets)
+        answers = [ticket.answer for ticket in tickets]
+        counted = replies.usage(sum(len(each.request.prompt) for each in answers), answers)
+        ends = [answer.finish_reason or "abort" for answer in answers]
+        logs.note(http.scope, id=reply.id, finish_reasons=ends, **counted, **replies.figures(answers))
+        if times := [answer.times[0] for answer in answers if answer.times]:
+            logs.note(http.scope, first_token_seconds=round(min(times), 4))
+        if self.rules.log_prompts:
+            prompts = [reply.tokenizer.decode(answer.request.prompt) for answer in answers]
+            logs.note(http.scope, prompts=prompts, answers=[answer.text for answer in answers])
+
     async def _events(
-        self, tickets: Sequence[Ticket], first: list[str], reply: replies.Reply, prompt_tokens: int | None
+        self,
+        http: Request,
+        tickets: Sequence[Ticket],
+        first: list[str],
+        reply: replies.Reply,
+        prompt_tokens: int | None,
     ) -> AsyncIterator[str]:
         """Chunks of all choices as they come. What piles up while a client reads goes into one chunk."""
         try:
@@ -187,9 +243,10 @@ class Service:
                 yield replies.event(reply.account(prompt_tokens, [ticket.answer for ticket in tickets]))
             yield replies.DONE
         except MarsError as error:
+            logs.note(http.scope, error=str(error))
             yield replies.event(to_api_error(error).body)
         finally:
-            self.drop(tickets)
+            self.close(http, tickets, reply)
 
 
 async def _finish(tickets: Sequence[Ticket]) -> list[str]:
@@ -268,8 +325,8 @@ class BodyLimit:
         await self._app(scope, again, send)
 
 
-def create_app(backend: Backend, rules: Rules, name: str | None = None) -> FastAPI:
-    service = Service(backend, rules, name)
+def create_app(service: Service) -> FastAPI:
+    backend, rules = service.backend, service.rules
 
     def user(http: Request) -> None:
         _require_key(http, [rules.api_key, rules.admin_key] if rules.api_key else [])
@@ -279,6 +336,7 @@ def create_app(backend: Backend, rules: Rules, name: str | None = None) -> FastA
 
     app = FastAPI(title="MARS", version=mars.__version__, docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit, most=rules.max_body)
+    app.add_middleware(logs.RequestLog)
     errors.install(app)
     guarded = [Depends(user)]
 
@@ -322,7 +380,8 @@ def create_app(backend: Backend, rules: Rules, name: str | None = None) -> FastA
         return {"prompt": service.facts.tokenizer.decode(asked.tokens)}
 
     def dial_state() -> dict[str, Any]:
-        return {"dial": str(service.dial), "floor": None if rules.floor is None else str(rules.floor), "auto": False}
+        floor = None if rules.floor is None else str(rules.floor)
+        return {"dial": str(service.dial), "floor": floor, "auto": service.is_auto}
 
     @app.get("/v1/dial", dependencies=guarded)
     async def show_dial() -> dict[str, Any]:
@@ -330,7 +389,7 @@ def create_app(backend: Backend, rules: Rules, name: str | None = None) -> FastA
 
     @app.put("/v1/dial", dependencies=[Depends(operator)])
     async def turn_dial(asked: DialRequest) -> dict[str, Any]:
-        service.turn(Dial.parse(asked.dial))
+        service.turn(None if asked.dial == AUTO else Dial.parse(asked.dial))
         return dial_state()
 
     @app.get("/health")

@@ -50,6 +50,8 @@ class Ticket:
         """Does it obey the server's dial?"""
         self.answer = answer
         self.started = time.perf_counter()
+        self.is_begun = False
+        """Has it a first token?"""
         self._news: list[Written] = []
         self._error: MarsError | None = None
         self._changed = asyncio.Event()
@@ -184,9 +186,16 @@ class Backend:
     def _share(self, news: Written) -> None:
         ticket = self._tickets.get(news.number)
         if ticket is not None:
+            ticket.is_begun = True
             ticket.put(news)
             if news.finish_reason is not None:
                 del self._tickets[news.number]
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds that a request without a first token has waited"""
+        now = time.perf_counter()
+        return max((now - each.started for each in self._tickets.values() if not each.is_begun), default=0.0)
 
     # --- requests
 

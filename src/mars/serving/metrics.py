@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter as Counts
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -37,6 +38,15 @@ class Metrics:
         self.forwards = self._make(Counter, "mars:row_forwards", "Forwards, counted once for every row in them")
         self.checked = self._make(Counter, "mars:tokens_checked", "Tokens whose AR choice is known")
         self.agreed = self._make(Counter, "mars:tokens_agreed", "Of those, how many are that choice")
+        self.accepted = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Tokens that a forward emitted beyond its first, by how far behind it they stand",
+            ["model_name", "position"],
+            registry=self.registry,
+        )
+        self.moves = Counter(
+            "mars:governor_moves", "Turns of the dial by load", ["model_name", "direction"], registry=self.registry
+        )
         self.restarts = self._make(Gauge, "mars:engine_restarts", "How often the engine's process was started again")
         self.dial = Gauge("mars:dial", "1 for the server's dial", ["model_name", "dial"], registry=self.registry)
         backend.listeners.append(self._hear)
@@ -48,7 +58,11 @@ class Metrics:
     def _hear(self, message: FromEngine) -> None:
         if isinstance(message, News):
             self.forwards.inc(sum(len(each.steps) for each in message.written))
-            self.generation_tokens.inc(sum(len(step) for each in message.written for step in each.steps))
+            sizes = Counts(len(step) for each in message.written for step in each.steps)
+            self.generation_tokens.inc(sum(size * count for size, count in sizes.items()))
+            for position in range(max(sizes, default=1) - 1):
+                further = sum(count for size, count in sizes.items() if size > position + 1)
+                self.accepted.labels(self._model, position).inc(further)
 
     def finish(self, ticket: Ticket) -> None:
         """A request has ended, one way or another."""

@@ -272,13 +272,17 @@ class CompletionRequest(Completing):
         return [self.prompt]
 
 
+AUTO = "auto"
+
+
 class DialRequest(Strict):
     dial: str
+    """Or `AUTO`, for the governor"""
 
     @field_validator("dial")
     @classmethod
     def _known(cls, dial: str) -> str:
-        return str(Dial.parse(dial))
+        return dial if dial == AUTO else str(Dial.parse(dial))
 
 
 class TokenizeRequest(Strict):

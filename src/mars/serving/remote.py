@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mars.errors import MarsError
@@ -24,6 +25,23 @@ def dial_of(url: str, key: str | None = None, turn_to: str | None = None) -> dic
         raise MarsError(f"{url} says: {_message(error)}") from None
     except (OSError, ValueError) as error:
         raise MarsError(f"there is no server at {url}: {getattr(error, 'reason', error)}") from None
+
+
+def dials_of(
+    urls: Sequence[str], key: str | None = None, turn_to: str | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(url, its dial) of several servers. All are tried before it is told which of them failed."""
+    failures = []
+    for url in urls:
+        try:
+            state = dial_of(url, key, turn_to)
+        except MarsError as error:
+            failures.append(str(error))
+        else:
+            yield url, state
+    if failures:
+        count = f"{len(failures)} of {len(urls)} servers failed: " if len(urls) > 1 else ""
+        raise MarsError(count + "; ".join(failures))
 
 
 def _message(error: urllib.error.HTTPError) -> str:

@@ -15,8 +15,10 @@ from rich.console import Console
 from mars.errors import MarsError
 from mars.method.dials import Dial
 from mars.models import builtin
-from mars.serving.app import Rules, create_app
+from mars.serving import logs
+from mars.serving.app import Rules, Service, create_app
 from mars.serving.backend import Backend
+from mars.serving.governor import Target
 from mars.serving.worker import EngineOptions
 
 DRAIN_SECONDS = 30
@@ -37,11 +39,22 @@ class Serving:
     api_key: str | None
     admin_key: str | None
     name: str | None
+    auto: bool
+    target: Target
+    log_level: str
+    log_prompts: bool
 
 
 def run(serving: Serving) -> None:
     """Serve until somebody says stop; then what is running may end within `DRAIN_SECONDS`."""
-    rules = Rules(serving.api_key, serving.admin_key, serving.floor, max_new_tokens=serving.max_new_tokens)
+    rules = Rules(
+        serving.api_key,
+        serving.admin_key,
+        serving.floor,
+        max_new_tokens=serving.max_new_tokens,
+        log_prompts=serving.log_prompts,
+    )
+    logs.install(serving.log_level)
     if serving.dial is not None and not rules.allows(serving.dial):
         raise MarsError(f"the dial {serving.dial} is looser than the floor {serving.floor}")
     if serving.model in (builtin.NAME, builtin.BASE):
@@ -66,13 +79,19 @@ async def _serve(serving: Serving, rules: Rules) -> None:
     try:
         with console.status(f"Loading {serving.model} …"):
             await backend.ready()
-        app = create_app(backend, rules, serving.name)
+        service = Service(backend, rules, serving.name, auto=serving.auto, target=serving.target)
+        governing = asyncio.create_task(service.govern())
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN_SECONDS, lifespan="off"
+            create_app(service),
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=DRAIN_SECONDS,
+            lifespan="off",
         )
         host, port = listening.getsockname()[:2]
         console.print(f"Serving {serving.name or serving.model} on http://{host}:{port}", markup=False)
         await _Server(config).serve(sockets=[listening])
+        governing.cancel()
     finally:
         await backend.stop()
 

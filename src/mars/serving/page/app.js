@@ -379,8 +379,8 @@ async function ask(question, racing) {
     return reply.stream(racing ? { ...body, temperature: 0, dial: reply.dial } : body, mine.signal);
   }));
   if (stopper === mine) stopper = null;
+  if (turn.element.isConnected) closeTurn(turn, replies, racing); // first, or its new lines look like scrolling up
   drawComposer();
-  if (turn.element.isConnected) closeTurn(turn, replies, racing);
 }
 
 /** A question's place on the page, with one answer or, in a race, two. The chat goes on from the last. */
