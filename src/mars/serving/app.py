@@ -259,6 +259,10 @@ async def _finish(tickets: Sequence[Ticket]) -> list[str]:
 async def _merge(tickets: Sequence[Ticket], first: list[str]) -> AsyncIterator[tuple[int, list[str]]]:
     """(index, the texts of its new forwards), whichever comes next; ``first`` has come for the first one already."""
     yield 0, first
+    if len(tickets) == 1:  # as nearly always
+        while not tickets[0].is_finished:
+            yield 0, await tickets[0].advance()
+        return
     waiting: dict[asyncio.Task[list[str]], int] = {}
 
     def wait_for(index: int) -> None:
@@ -328,10 +332,10 @@ class BodyLimit:
 def create_app(service: Service) -> FastAPI:
     backend, rules = service.backend, service.rules
 
-    def user(http: Request) -> None:
+    async def user(http: Request) -> None:
         _require_key(http, [rules.api_key, rules.admin_key] if rules.api_key else [])
 
-    def operator(http: Request) -> None:
+    async def operator(http: Request) -> None:
         _require_key(http, [rules.admin_key] if rules.admin_key else [rules.api_key] if rules.api_key else [])
 
     app = FastAPI(title="MARS", version=mars.__version__, docs_url=None, redoc_url=None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
-import threading
 import time
 from collections.abc import Callable
 from itertools import count
@@ -117,7 +116,7 @@ class Backend:
         )
         self._process.start()
         theirs.close()
-        threading.Thread(target=self._listen, args=(self._connection,), daemon=True, name="mars-listener").start()
+        self._loop.add_reader(self._connection.fileno(), self._listen, self._connection)
 
     async def ready(self) -> None:
         """Wait until the model is loaded; raises if that fails the first time."""
@@ -130,24 +129,23 @@ class Backend:
     async def stop(self) -> None:
         self._is_stopping = True
         if self._connection is not None:
+            self._loop.remove_reader(self._connection.fileno())
             self._connection.close()
         if self._process is not None:
             await asyncio.to_thread(self._process.join, STOP_SECONDS)
             self._process.kill()
 
     def _listen(self, connection: Connection) -> None:
-        """In a thread: pass on what the engine says, until it hangs up."""
+        """Take all that the engine has said: if it had to wait for us, it would write more slowly."""
         try:
-            while True:
-                self._loop.call_soon_threadsafe(self._hear, connection.recv())
+            while connection.poll():
+                self._hear(connection.recv())
         except (EOFError, OSError):
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._lost, connection)
+            self._loop.remove_reader(connection.fileno())
+            self._lost()
 
-    def _lost(self, connection: Connection) -> None:
+    def _lost(self) -> None:
         """The process has ended: fail what was running, and start anew."""
-        if self._is_stopping or connection is not self._connection:
-            return
         self.is_ready = False
         self.failure = self.failure or "the engine's process has ended"
         log.error("engine lost: %s", self.failure)

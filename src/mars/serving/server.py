@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import uvicorn
 from rich.console import Console
+from uvicorn.loops.auto import auto_loop_factory
 
 from mars.errors import MarsError
 from mars.method.dials import Dial
@@ -59,7 +60,8 @@ def run(serving: Serving) -> None:
         raise MarsError(f"the dial {serving.dial} is looser than the floor {serving.floor}")
     if serving.model in (builtin.NAME, builtin.BASE):
         builtin.fetch()  # shows its progress
-    asyncio.run(_serve(serving, rules))
+    with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+        runner.run(_serve(serving, rules))
 
 
 async def _serve(serving: Serving, rules: Rules) -> None:

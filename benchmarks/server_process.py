@@ -1,0 +1,108 @@
+"""A server in a process of its own, and clients that read streams from it; shared by the serving benchmarks."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+from urllib.parse import urlsplit
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    address: str
+    pid: int
+    log: Path
+
+    def events(self, event: str) -> list[dict[str, Any]]:
+        """Lines of its log."""
+        whole = self.log.read_text().rpartition("\n")[0].splitlines()
+        lines = [json.loads(line) for line in whole if line.startswith("{")]
+        return [line for line in lines if line.get("event") == event]
+
+
+@contextmanager
+def running(command: Sequence[object], ready: str) -> Iterator[Server]:
+    """A server, once its output has what the pattern ``ready`` finds; its first group is the address."""
+    with tempfile.NamedTemporaryFile("w+") as said:
+        log = Path(said.name)
+        process = subprocess.Popen([*map(str, command)], stdout=said, stderr=said)
+        try:
+            while not (found := re.search(ready, log.read_text(errors="replace"))):
+                if process.poll() is not None:
+                    raise SystemExit(f"the server did not start: {log.read_text(errors='replace')[-4000:]}")
+                time.sleep(0.2)
+            yield Server(found[1], process.pid, log)
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+@contextmanager
+def mars_serve(*options: object) -> Iterator[Server]:
+    command = [sys.executable, "-m", "mars", "serve", "--port", 0, *options]
+    with running(command, r"Serving .* on (http://\S+)") as server:
+        yield server
+
+
+@dataclass(slots=True)
+class Streamed:
+    """One answer, as its client saw it; times in seconds."""
+
+    started: float
+    tokens: int = 0
+    first: float = 0.0
+    """From the request to the first text"""
+    ended: float = 0.0
+    chunks: int = 0
+    figures: dict[str, Any] | None = None
+
+    @property
+    def per_token(self) -> float | None:
+        """After the first text"""
+        return (self.ended - self.started - self.first) / (self.tokens - 1) if self.tokens > 1 else None
+
+
+def stream(address: str, body: dict[str, Any]) -> Streamed:
+    """Read one chat to its end. A client that does as little as it can, so that the server is what is measured."""
+    place = urlsplit(address)
+    seen = Streamed(time.time())
+    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=600)
+    request = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}})
+    connection.request("POST", "/v1/chat/completions", request, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    if response.status != 200:
+        raise RuntimeError(f"{response.status}: {response.read().decode()}")
+    last = b""
+    for line in response:
+        if line.startswith(b"data: {"):
+            seen.chunks += 1
+            last = line
+            if not seen.first and b'"content":""' not in line and b'"content": ""' not in line:
+                seen.first = time.time() - seen.started
+    seen.ended = time.time()
+    connection.close()
+    account = json.loads(last.removeprefix(b"data: "))
+    if account.get("usage") is None:
+        raise RuntimeError(f"the stream ended early: {last.decode()}")
+    seen.tokens, seen.figures = account["usage"]["completion_tokens"], account.get("mars")
+    return seen
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and 99th percentile in milliseconds."""
+    cuts = quantiles(values, n=100, method="inclusive")
+    return {"p50_ms": round(1000 * cuts[49], 2), "p99_ms": round(1000 * cuts[98], 2)}

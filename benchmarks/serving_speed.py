@@ -1,0 +1,152 @@
+"""What the server costs: tokens per second through HTTP streams, beside the engine called directly and vLLM's server.
+
+    python benchmarks/serving_speed.py --model smollm2-135m --requests 256 --at-once 32 --peer vllm --out speed.json
+
+All get the same prompts, as many requests at once, and the same client; each has a process of its own, one after the
+other. A request that ends is followed by the next at once. The engine makes text, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from server_process import Streamed, mars_serve, running, spread, stream
+
+import mars
+from mars.decoding.request import Answer
+from mars.evaluation.plan import PROMPTS, read_prompts
+from mars.evaluation.provenance import collect
+from mars.models import load_checkpoint, save_checkpoint
+
+Chat = list[dict[str, Any]]
+
+
+def directly(model: str, dtype: str | None, chats: Sequence[Chat], at_once: int, limit: int) -> dict[str, Any]:
+    """The engine, in this process."""
+    loaded = mars.load(model, dtype=dtype, rows=at_once)
+    loaded.warm_up()
+    engine = loaded.engine()
+
+    def work(chats: Sequence[Chat]) -> tuple[int, float]:
+        left = deque(loaded.request(chat, dial="exact", max_new_tokens=limit) for chat in chats)
+        going, tokens, started = list[Answer](), 0, time.perf_counter()
+        while left or going:
+            while left and len(going) < at_once:
+                going.append(engine.add(left.popleft()))
+            engine.step()
+            for answer in [each for each in going if each.finish_reason]:
+                tokens += len(answer.token_ids)
+                assert answer.text is not None
+                going.remove(answer)
+        return tokens, time.perf_counter() - started
+
+    work(chats[:at_once])
+    tokens, seconds = work(chats)
+    return {"tokens": tokens, "tokens_per_second": tokens / seconds}
+
+
+def _one_after_the_other(address: str, lanes: Sequence[Sequence[dict[str, Any]]]) -> list[Streamed]:
+    """Several lanes at once, in one process."""
+
+    def drive(bodies: Sequence[dict[str, Any]]) -> list[Streamed]:
+        return [stream(address, body) for body in bodies]
+
+    with ThreadPoolExecutor(len(lanes)) as threads:
+        return [each for lane in threads.map(drive, lanes) for each in lane]
+
+
+def through_http(
+    address: str, name: str, chats: Sequence[Chat], at_once: int, limit: int, processes: int
+) -> dict[str, Any]:
+    def bodies(chats: Sequence[Chat]) -> list[dict[str, Any]]:
+        asked = {"model": name, "temperature": 0, "max_tokens": limit}
+        return [asked | {"messages": chat} for chat in chats]
+
+    lanes = [bodies(chats[lane::at_once]) for lane in range(at_once)]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        shares = [lanes[start::processes] for start in range(processes)]
+        warm = [pool.submit(_one_after_the_other, address, [lane[:1] for lane in share]) for share in shares]
+        for each in warm:
+            each.result()
+        done = [pool.submit(_one_after_the_other, address, share) for share in shares]
+        seen = [each for share in done for each in share.result()]
+    tokens = sum(each.tokens for each in seen)
+    seconds = max(each.ended for each in seen) - min(each.started for each in seen)
+    return {
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+        "first_token": spread([each.first for each in seen]),
+        "per_token": spread([each.per_token for each in seen if each.per_token is not None]),
+        "tokens_per_chunk": tokens / sum(each.chunks - 3 for each in seen),
+    }
+
+
+def show(found: dict[str, dict[str, Any]]) -> None:
+    table = Table("", "tokens/s", "of the engine", "ms to the first token", "ms per token", "p99", "tokens per chunk")
+    for name, each in found.items():
+        row = [name, f"{each['tokens_per_second']:,.0f}"]
+        row.append(f"{each['tokens_per_second'] / found['engine']['tokens_per_second']:.2f}")
+        if "per_token" in each:
+            first, later = each["first_token"], each["per_token"]
+            row += [f"{value:.2f}" for value in (first["p50_ms"], later["p50_ms"], later["p99_ms"])]
+            row.append(f"{each['tokens_per_chunk']:.2f}")
+        table.add_row(*row)
+    Console(width=110).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype")
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--at-once", type=int, default=32)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--processes", type=int, default=8, help="that the clients are divided among")
+    parser.add_argument("--prompts", type=Path, help="JSON lines; by default a few questions")
+    parser.add_argument("--peer", choices=["vllm"])
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    prompts = list(PROMPTS) if args.prompts is None else read_prompts(args.prompts)
+    chats: list[Chat] = [
+        [{"role": "user", "content": each}] if isinstance(each, str) else [dict(one) for one in each]
+        for each in (prompts * (args.requests // len(prompts) + 1))[: args.requests]
+    ]
+    shared = (args.at_once, args.max_new_tokens)
+    found: dict[str, dict[str, Any]] = {}
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        found["engine"] = pool.submit(directly, args.model, args.dtype, chats, *shared).result()
+    http = partial(through_http, chats=chats, at_once=args.at_once, limit=args.max_new_tokens, processes=args.processes)
+    with mars_serve("--model", args.model, "--rows", args.at_once, "--dial", "exact", "--log-level", "warning") as ours:
+        found["mars serve"] = http(ours.address, args.model)
+    with ExitStack() as stack:
+        if args.peer:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model"
+            save_checkpoint(load_checkpoint(args.model, dtype=args.dtype, device="cpu"), folder)
+            command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--port", 8123]
+            command += ["--served-model-name", args.model, "--max-num-seqs", args.at_once]
+            command += ["--no-enable-prefix-caching"]
+            stack.enter_context(running(command, r"(Application startup complete)"))
+            found["vllm serve"] = http("http://127.0.0.1:8123", args.model)
+    show(found)
+    if args.out:
+        options = {key: str(value) for key, value in vars(args).items()}
+        args.out.write_text(json.dumps({"provenance": collect(), "options": options, "found": found}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
