@@ -11,15 +11,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 
 import httpx2 as httpx
+import psutil
 import pytest
 
 from tests.conftest import save_chat_model
 
 MODEL = "letters"
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "cae"}], "temperature": 0, "max_tokens": 8}
+
+
+ALONE = {"OMP_NUM_THREADS": "1"}
+"""So small a model is slower with several threads where others want the processor, too"""
 
 
 class Address(str):
@@ -44,7 +51,7 @@ def serving(*options: object, model: Path | str, name: str = MODEL) -> Iterator[
     command = [sys.executable, "-m", "mars", "serve", "--model", str(model), "--name", name, "--port", "0"]
     with tempfile.NamedTemporaryFile("w+") as log:
         process = subprocess.Popen(
-            [*command, *map(str, options)], stderr=log, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+            [*command, *map(str, options)], stderr=log, env=os.environ | {"CUDA_VISIBLE_DEVICES": "", **ALONE}
         )
         path = Path(log.name)
         try:
@@ -81,3 +88,40 @@ def until(condition, seconds: float = 10) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.05)
+
+
+def number(address: str | httpx.URL, name: str) -> float:
+    """The sum of a metric."""
+    text = httpx.get(f"{str(address).rstrip('/')}/metrics").text
+    return sum(float(each) for each in re.findall(rf"(?m)^vllm:{name}\S* (\S+)$", text))
+
+
+@contextmanager
+def crowd(address: str | httpx.URL, rows: int, waiting: int) -> Iterator[None]:
+    """Others who keep a server's rows busy for a while, and some who wait; they do not read their answers."""
+    url = httpx.URL(address)
+    with ExitStack() as connections:
+        for size in (rows, waiting):
+            connection = connections.enter_context(closing(HTTPConnection(url.host, url.port)))
+            body = json.dumps(CHAT | {"n": size, "max_tokens": 250, "ignore_eos": True, "dial": "one-token"})
+            connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+            until(lambda: number(url, "num_requests_running") == rows)
+        until(lambda: number(url, "num_requests_waiting") == waiting)
+        yield
+    until(lambda: number(url, "num_requests_running") == 0)
+
+
+def process_at(address: str) -> psutil.Process:
+    """The server that listens there, one of this process's children."""
+    port = httpx.URL(address).port
+    [found] = [
+        each
+        for each in psutil.Process().children()
+        if any(connection.laddr.port == port for connection in each.net_connections())
+    ]
+    return found
+
+
+def kill_engine(address: str) -> None:
+    [engine] = [each for each in process_at(address).children() if "spawn_main" in " ".join(each.cmdline())]
+    engine.kill()

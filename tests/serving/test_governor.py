@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -76,8 +77,8 @@ class Simulation:
     def turns(self) -> int:
         """How often the dial changed its direction."""
         rungs = [0, *([str(each) for each in self.governor.ladder].index(dial) for _, dial in self.moves)]
-        steps = [after > before for before, after in zip(rungs, rungs[1:], strict=False)]
-        return sum(before != after for before, after in zip(steps, steps[1:], strict=False))
+        steps = [after > before for before, after in pairwise(rungs)]
+        return sum(before != after for before, after in pairwise(steps))
 
     def per_token(self, quantile: float) -> float:
         times = sorted((each.ended - (each.started or 0)) / each.tokens for each in self.done if each.tokens > 8)

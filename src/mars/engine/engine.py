@@ -130,13 +130,14 @@ class Engine:
     def running(self) -> int:
         return len(self._running)
 
-    def warm_up(self, rows: int | None = None) -> Iterator[tuple[int, int]]:
+    def warm_up(self, rows: int | None = None, *, sampled: bool = False) -> Iterator[tuple[int, int]]:
         """Get ready for up to so many rows, all by default, as far as that can be done ahead of time.
 
-        Yields how much is done, and of how much.
+        ``sampled``: also for requests with a temperature. Yields how much is done, and of how much.
         """
         if isinstance(self._runner, GraphRunner):
-            yield from self._runner.warm_up(min(rows or self._state.slots, self._state.slots), self._prefill_tokens)
+            most = min(rows or self._state.slots, self._state.slots)
+            yield from self._runner.warm_up(most, self._prefill_tokens, sampled=sampled)
 
     def add(self, request: Request, priority: int = 0) -> Answer:
         """Queue a request; the smaller its priority, the sooner it runs. The answer grows as the engine steps."""

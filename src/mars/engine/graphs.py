@@ -105,12 +105,17 @@ class GraphRunner(Runner):
             recording.numbers.copy_(torch.tensor([*now, *padding]).pin_memory(), non_blocking=True)
             recording.graph.replay()
 
-    def warm_up(self, rows: int, prefill_tokens: int) -> Iterator[tuple[int, int]]:
-        """Record all that up to this many rows may need; yields how many recordings are done, and of how many."""
+    def warm_up(self, rows: int, prefill_tokens: int, *, sampled: bool) -> Iterator[tuple[int, int]]:
+        """Record all that up to this many rows may need; yields how many recordings are done, and of how many.
+
+        What is rare is recorded when it comes: truncation, penalties, bias, grammars, likelihoods, and draws unless
+        ``sampled``.
+        """
         smallest, *larger = sorted({bucket(each) for each in range(1, rows + 1)})
         sizes = [smallest, *reversed(larger)]  # the compiler looks at the first, memory is reused from large to small
         counts = [each for each in reversed(PIECES) if each == 1 or each * self.PIECE <= prefill_tokens]
         todo = [*((self._read, count) for count in counts), *((self._measure, size) for size in sizes)]
+        todo += [(self._record_draws, size) for size in sizes if sampled]
         for done, (work, size) in enumerate(todo):
             yield done, len(todo)
             work(size)
@@ -139,6 +144,10 @@ class GraphRunner(Runner):
             end.synchronize()
             self._costs[rows, layout] = start.elapsed_time(end) / 1000 / REPEATS
         self.state.put([Place(NOBODY, 0, 0)])
+
+    def _record_draws(self, rows: int) -> None:
+        for layout in self.layouts:
+            self._step(rows, layout, Features(greedy=False), DialFeatures())
 
     def _step(self, rows: int, layout: Layout, features: Features, dials: DialFeatures) -> Recording | None:
         key = (rows, layout, features, dials)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import time
@@ -74,25 +75,17 @@ class Rules:
 class Service:
     """The endpoints' common ground."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        rules: Rules,
-        name: str | None = None,
-        *,
-        auto: bool = False,
-        target: Target | None = None,
-    ) -> None:
+    def __init__(self, backend: Backend, rules: Rules, *, auto: bool = False, target: Target | None = None) -> None:
         self.backend = backend
         self.rules = rules
-        self._name = name
         self.metrics = Metrics(backend, self.name)
-        model = self.facts.dial
-        strict = Dial("exact") if model.is_loose else model
+        strict = Dial("exact") if self.facts.dial.is_loose else self.facts.dial
         self._governor = Governor(ladder(strict, rules.floor), target or Target())
         self.is_auto = False
         if auto:
             self.turn(None)
+        elif not rules.allows(self.dial):  # the model's own may be looser than the floor
+            self.turn(strict)
 
     @property
     def facts(self) -> Ready:
@@ -102,7 +95,7 @@ class Service:
 
     @property
     def name(self) -> str:
-        return self._name or self.facts.name
+        return self.facts.name
 
     @property
     def dial(self) -> Dial:
@@ -300,7 +293,7 @@ async def _unless_gone(http: Request, work: Coroutine[Any, Any, list[str]]) -> l
 
 
 class BodyLimit:
-    """Refuses bodies that are too long, before they are read."""
+    """Refuses bodies that are too long, before they are read, and those with halves of characters."""
 
     def __init__(self, app: ASGIApp, most: int) -> None:
         self._app = app
@@ -321,12 +314,28 @@ class BodyLimit:
         if too_long:
             await ApiError(413, f"the body is longer than {self._most} bytes").response()(scope, receive, send)
             return
+        if _has_halves(body):
+            await ApiError(400, "the body has halves of characters (lone surrogates)").response()(scope, receive, send)
+            return
         parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def again() -> Message:
             return parts.pop() if parts else await receive()
 
         await self._app(scope, again, send)
+
+
+def _has_halves(body: bytes) -> bool:
+    """Does some text in it have a half of a pair like \\ud83d\\ude00 alone? JSON may, text may not."""
+    if b"\\ud" not in body.lower():
+        return False
+    try:
+        json.dumps(json.loads(body), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    except (ValueError, RecursionError):
+        pass  # not JSON at all, which is told elsewhere
+    return False
 
 
 def create_app(service: Service) -> FastAPI:

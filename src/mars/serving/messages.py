@@ -37,6 +37,14 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class WarmingUp:
+    """It has loaded its model and gets ready."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """What the server needs to know of the model that was loaded."""
 
@@ -103,4 +111,4 @@ class Failed:
 
 
 FromServer = Ask | Drop | Turn
-FromEngine = Ready | Refused | News | Failed
+FromEngine = WarmingUp | Ready | Refused | News | Failed

@@ -94,9 +94,16 @@ class Part(Strict):
     text: str
 
 
+def _read_json(text: Any) -> Any:
+    try:
+        return json.loads(text or "{}")
+    except (TypeError, ValueError, RecursionError):
+        raise ValueError("must be the text of a JSON object") from None
+
+
 class CalledFunction(Strict):
     name: str
-    arguments: Annotated[dict[str, Any], BeforeValidator(lambda text: json.loads(text or "{}"))]
+    arguments: Annotated[dict[str, Any], BeforeValidator(_read_json, json_schema_input_type=str)]
     """JSON, as the model wrote it"""
 
 

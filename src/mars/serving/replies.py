@@ -136,8 +136,10 @@ class Reply:
         words = [self._word(token) for token, _ in shown]
         return {
             "tokens": words,
-            "token_logprobs": [likely.logprob for _, likely in shown],
-            "top_logprobs": [{self._word(each): logprob for each, logprob in likely.best} for _, likely in shown],
+            "token_logprobs": [_finite(likely.logprob) for _, likely in shown],
+            "top_logprobs": [
+                {self._word(each): _finite(logprob) for each, logprob in likely.best} for _, likely in shown
+            ],
             "text_offset": list(accumulate(map(len, words), initial=0))[:-1],
         }
 
@@ -147,13 +149,17 @@ class Reply:
 
     def _scored(self, token: int, logprob: float) -> dict[str, Any]:
         word = self._word(token)
-        return {"token": word, "logprob": max(logprob, LEAST), "bytes": list(word.encode())}
+        return {"token": word, "logprob": _finite(logprob), "bytes": list(word.encode())}
 
     def _word(self, token: int) -> str:
         return self.tokenizer.decode([token])
 
     def _head(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST)
 
 
 def event(data: dict[str, Any]) -> str:

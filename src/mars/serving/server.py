@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import uvicorn
 from rich.console import Console
@@ -20,6 +21,7 @@ from mars.serving import logs
 from mars.serving.app import Rules, Service, create_app
 from mars.serving.backend import Backend
 from mars.serving.governor import Target
+from mars.serving.messages import FromEngine, WarmingUp
 from mars.serving.worker import EngineOptions
 
 DRAIN_SECONDS = 30
@@ -70,6 +72,7 @@ async def _serve(serving: Serving, rules: Rules) -> None:
     backend = Backend(
         EngineOptions(
             serving.model,
+            serving.name,
             serving.adapter,
             rows=serving.rows,
             memory=serving.memory,
@@ -79,9 +82,16 @@ async def _serve(serving: Serving, rules: Rules) -> None:
     backend.dial = serving.dial
     backend.start()
     try:
-        with console.status(f"Loading {serving.model} …"):
+        with console.status(f"Loading {serving.model} …") as status:
+
+            def show(message: FromEngine) -> None:
+                if isinstance(message, WarmingUp):
+                    status.update(f"Warming up: {message.done} of {message.total}")
+
+            backend.listeners.append(show)
             await backend.ready()
-        service = Service(backend, rules, serving.name, auto=serving.auto, target=serving.target)
+            backend.listeners.remove(show)
+        service = Service(backend, rules, auto=serving.auto, target=serving.target)
         governing = asyncio.create_task(service.govern())
         config = uvicorn.Config(
             create_app(service),
@@ -91,8 +101,8 @@ async def _serve(serving: Serving, rules: Rules) -> None:
             lifespan="off",
         )
         host, port = listening.getsockname()[:2]
-        console.print(f"Serving {serving.name or serving.model} on http://{host}:{port}", markup=False)
-        await _Server(config).serve(sockets=[listening])
+        announce = partial(console.print, f"Serving {service.name} on http://{host}:{port}", markup=False)
+        await _Server(config, announce).serve(sockets=[listening])
         governing.cancel()
     finally:
         await backend.stop()
@@ -100,6 +110,14 @@ async def _serve(serving: Serving, rules: Rules) -> None:
 
 class _Server(uvicorn.Server):
     """Stops by itself when told to, rather than by the signal that told it; told twice, at once."""
+
+    def __init__(self, config: uvicorn.Config, announce: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._announce = announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._announce()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

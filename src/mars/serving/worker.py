@@ -13,7 +13,7 @@ from mars.decoding.request import Answer
 from mars.engine import Engine, QueueFullError
 from mars.errors import MarsError
 from mars.models import load_checkpoint
-from mars.serving.messages import Ask, Drop, Failed, FromServer, Gauges, News, Ready, Refused, Turn, Written
+from mars.serving.messages import Ask, Drop, Failed, FromServer, Gauges, News, Ready, Refused, Turn, WarmingUp, Written
 
 IDLE_SECONDS = 0.5
 """Between two looks at the cache's integrity while there is nothing to do"""
@@ -24,12 +24,15 @@ class EngineOptions:
     """How the engine's process makes its engine."""
 
     model: str
+    name: str | None = None
+    """What it is called; None: as it calls itself"""
     adapter: str | None = None
     dtype: str | None = None
     device: str | None = None
     rows: int = 64
     memory: int | float | None = None
     max_waiting: int | None = None
+    """More than so many besides those that run are refused; the server sees to that"""
 
 
 def run(connection: Connection, options: EngineOptions) -> None:
@@ -61,13 +64,13 @@ class Worker:
         with suppress(MarsError):  # where grammars are possible, the first one shall not wait
             lexicon_of(checkpoint)
         self._connection = connection
-        self._engine = Engine(checkpoint, rows=options.rows, memory=options.memory, max_waiting=options.max_waiting)
-        for _ in self._engine.warm_up():
-            pass
+        self._engine = Engine(checkpoint, rows=options.rows, memory=options.memory)
+        for done, total in self._engine.warm_up(sampled=True):
+            self._say(WarmingUp(done, total))
         self._open: dict[int, _Open] = {}
         self._gauges = Gauges()
         ready = Ready(
-            checkpoint.name,
+            options.name or checkpoint.name,
             checkpoint.tokenizer,
             checkpoint.end_tokens,
             checkpoint.context,
