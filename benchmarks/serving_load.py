@@ -14,18 +14,14 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import random
 import re
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import quantiles
 from typing import Any
 
 import httpx2
@@ -33,6 +29,7 @@ import openai
 import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 from rich.table import Table
+from server_process import mars_serve, spread
 
 from mars.evaluation.plan import PROMPTS, read_prompts
 from mars.evaluation.provenance import collect
@@ -117,32 +114,6 @@ class Load:
         if self.killed is None or asked.outcome != "failed":
             return False
         return self.killed <= asked.ended <= (self.ready or float("inf")) + GRACE
-
-
-# --- the server
-
-
-@contextlib.contextmanager
-def serving(options: argparse.Namespace) -> Iterator[Load]:
-    """``mars serve`` on a free port."""
-    command = [sys.executable, "-m", "mars", "serve", "--model", options.model, "--port", "0"]
-    command += ["--rows", str(options.rows), "--max-waiting", str(options.max_waiting), "--memory", str(options.memory)]
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(command, stderr=said)
-        try:
-            while not (found := re.search(r"http://\S+", _text(said))):
-                if process.poll() is not None:
-                    raise SystemExit(f"the server did not start: {_text(said)}")
-                time.sleep(0.2)
-            yield Load(found[0], psutil.Process(process.pid))
-        finally:
-            process.terminate()
-            if process.wait(60):
-                print(_text(said), file=sys.stderr)
-
-
-def _text(file: Any) -> str:
-    return os.pread(file.fileno(), 2**20, 0).decode(errors="replace")
 
 
 # --- the clients
@@ -303,12 +274,9 @@ def memory(load: Load) -> list[dict[str, Any]]:
     return rows
 
 
-def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """In milliseconds."""
-    if len(values) < 2:
-        return None
-    cuts = quantiles(values, n=100, method="inclusive")
-    return {"p50_ms": 1000 * cuts[49], "p99_ms": 1000 * cuts[98]}
+def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
+    known = [each for each in values if each is not None]
+    return spread(known) if len(known) > 1 else None
 
 
 def summary(load: Load, end: Sample, seconds: float) -> dict[str, Any]:
@@ -326,8 +294,8 @@ def summary(load: Load, end: Sample, seconds: float) -> dict[str, Any]:
         "requests": {kind: outcomes[kind] for kind in kinds},
         "requests_per_second": outcomes["finished"] / seconds,
         "tokens_per_second": within[-1].tokens / within[-1].time,
-        "first_token": spread([each.first for each in load.asked if each.first is not None]),
-        "per_token": spread([each.per_token for each in load.asked if each.per_token is not None]),
+        "first_token": _spread([each.first for each in load.asked]),
+        "per_token": _spread([each.per_token for each in load.asked]),
         "most_running": max(each.running for each in load.samples),
         "most_waiting": max(each.waiting for each in load.samples),
         "most_cache": max(each.cache for each in load.samples),
@@ -370,7 +338,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="JSON lines; by default a few questions")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    with serving(options) as load:
+    limits = ["--rows", options.rows, "--max-waiting", options.max_waiting, "--memory", options.memory]
+    with mars_serve("--model", options.model, *limits) as server:
+        load = Load(server.address, psutil.Process(server.pid))
         end = asyncio.run(run(load, options))
     found = summary(load, end, options.minutes * 60)
     show(found)

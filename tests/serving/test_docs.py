@@ -28,7 +28,14 @@ def test_a_command_of_the_docs(server: str, command: str) -> None:
     mine = mine.replace("mars dial", f"{sys.executable} -m mars dial --url {server}").replace("curl ", "curl -fsS ")
     mine = mine.replace("Why is the sky blue?", "abc")  # the letters that this model knows
     done = subprocess.run(
-        mine, shell=True, text=True, capture_output=True, check=False, executable="/bin/bash", env=os.environ
+        mine,
+        shell=True,
+        text=True,
+        capture_output=True,
+        check=False,
+        executable="/bin/bash",
+        env=os.environ,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     if "chat/completions" in command:

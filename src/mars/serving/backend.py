@@ -80,6 +80,8 @@ class Ticket:
                 self.answer.emit(tokens)
             self.answer.checked, self.answer.agreed = each.checked, each.agreed
             self.answer.likelihoods += each.likelihoods
+            if each.finish_reason is not None and not self.is_finished:
+                self.answer.cancel(each.finish_reason)  # by a grammar, of which only the engine knows
         return self.answer.pieces[before:]
 
 
