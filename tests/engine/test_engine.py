@@ -225,6 +225,17 @@ def test_a_beginning_read_once_is_not_read_again() -> None:
     assert sum(read) < 2 * PAGE
 
 
+def test_a_beginning_that_many_bring_at_once_is_read_once() -> None:
+    mine = engine(prefill_tokens=8)
+    read: list[int] = []
+    prefill = mine._runner.prefill
+    mine._runner.prefill = lambda chunks: (read.extend(len(chunk.tokens) for chunk in chunks), prefill(chunks))[1]
+    wanted = [Request([*range(10)] * 3 + [end], Dial("exact"), max_new_tokens=6, block_size=4) for end in range(4)]
+    found = mine.finish([mine.add(replace(request)) for request in wanted])
+    assert [each.token_ids for each in found] == [plain(request).token_ids for request in wanted]
+    assert sum(read) == 30 + 3 * (30 % PAGE)
+
+
 def test_urgent_rows_push_out_others_and_these_come_back() -> None:
     mine = engine(rows=1)
     slow = mine.add(ask(1, length=30), priority=5)

@@ -242,6 +242,8 @@ class Engine:
         """Let waiting rows in while there is room, the most urgent first; they may push out less urgent ones."""
         while self._waiting:
             row = self._waiting[0]
+            if self._is_being_read(row):
+                return
             if self._enter(row):
                 heapq.heappop(self._waiting)
                 continue
@@ -249,6 +251,14 @@ class Engine:
             if least is None or least.urgency[0] <= row.urgency[0]:
                 return
             self._preempt_or_land(least)
+
+    def _is_being_read(self, row: Row) -> bool:
+        """Does a running row read just what this one would have to read next? Then its pages will do for both."""
+        end = (len(self.pages.find(row.text[:-1])) + 1) * self.pages.size
+        return end < len(row.text) and any(
+            not each.is_prefilled and each.cursor < end < len(each.text) and each.text[:end] == row.text[:end]
+            for each in self._running
+        )
 
     def _enter(self, row: Row) -> bool:
         """Give the row a slot and pages for its text and a window, sharing what is known; False if there are none."""

@@ -347,7 +347,7 @@ def create_app(service: Service) -> FastAPI:
     async def operator(http: Request) -> None:
         _require_key(http, [rules.admin_key] if rules.admin_key else [rules.api_key] if rules.api_key else [])
 
-    app = FastAPI(title="MARS", version=mars.__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="MARS", version=mars.__version__, docs_url=None, redoc_url=None, responses=errors.POSSIBLE)
     app.add_middleware(BodyLimit, most=rules.max_body)
     app.add_middleware(logs.RequestLog)
     errors.install(app)

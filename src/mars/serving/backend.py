@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
+import pickle
+import socket
+import struct
 import time
 from collections.abc import Callable
 from itertools import count
@@ -92,7 +95,8 @@ class Backend:
         self._options = options
         self._numbers = count()
         self._tickets: dict[int, Ticket] = {}
-        self._connection: Connection | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._listening: asyncio.Task[None] | None = None
         self._process: multiprocessing.process.BaseProcess | None = None
         self._is_stopping = False
         self._changed = asyncio.Event()
@@ -112,13 +116,14 @@ class Backend:
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         context = multiprocessing.get_context("spawn")  # CUDA and threads do not survive a fork
-        self._connection, theirs = context.Pipe()
+        ours, other = socket.socketpair()
+        theirs = Connection(other.detach())
         self._process = context.Process(
             target=worker.run, args=(theirs, self._options), daemon=True, name="mars-engine"
         )
         self._process.start()
         theirs.close()
-        self._loop.add_reader(self._connection.fileno(), self._listen, self._connection)
+        self._listening = self._loop.create_task(self._listen(ours))
 
     async def ready(self) -> None:
         """Wait until the model is loaded; raises if that fails the first time."""
@@ -130,20 +135,27 @@ class Backend:
 
     async def stop(self) -> None:
         self._is_stopping = True
-        if self._connection is not None:
-            self._loop.remove_reader(self._connection.fileno())
-            self._connection.close()
+        if self._listening is not None:
+            self._listening.cancel()
+        if self._writer is not None:
+            self._writer.close()
         if self._process is not None:
             await asyncio.to_thread(self._process.join, STOP_SECONDS)
             self._process.kill()
 
-    def _listen(self, connection: Connection) -> None:
-        """Take all that the engine has said: if it had to wait for us, it would write more slowly."""
+    async def _listen(self, ours: socket.socket) -> None:
+        """Hear what the engine says until it hangs up; never wait for it, since it may be waiting for us."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=2**20)
         try:
-            while connection.poll():
-                self._hear(connection.recv())
-        except (EOFError, OSError):
-            self._loop.remove_reader(connection.fileno())
+            while True:
+                (size,) = struct.unpack("!i", await reader.readexactly(4))  # as `Connection` writes it
+                if size == -1:
+                    (size,) = struct.unpack("!Q", await reader.readexactly(8))
+                self._hear(pickle.loads(await reader.readexactly(size)))
+        except (asyncio.IncompleteReadError, OSError):
+            self._writer.close()
+            if self._process is not None:
+                self._process.kill()  # if it can no longer be heard, it is of no use
             self._lost()
 
     def _lost(self) -> None:
@@ -226,8 +238,6 @@ class Backend:
             self._send(Turn(dial))
 
     def _send(self, message: FromServer) -> None:
-        try:
-            if self._connection is not None:
-                self._connection.send(message)
-        except OSError:
-            pass  # the listener notices, too
+        if self._writer is not None:
+            data = pickle.dumps(message)
+            self._writer.write(struct.pack("!i", len(data)) + data)  # kept until the engine reads it

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from mars.engine import QueueFullError
@@ -15,6 +16,33 @@ from mars.errors import MarsError
 from mars.serving.backend import EngineGoneError
 
 RETRY_SECONDS = "1"
+
+
+class Complaint(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """What a client gets instead of an answer."""
+
+    error: Complaint
+
+
+POSSIBLE: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": what}
+    for status, what in {
+        400: "A parameter is wrong, missing or not supported",
+        401: "A key is needed",
+        404: "No such model",
+        413: "The body is too long",
+        429: "The queue is full: try again after Retry-After",
+        503: "The engine is being started: try again after Retry-After",
+    }.items()
+}
+"""For the OpenAPI document"""
 
 
 class ApiError(Exception):

@@ -131,6 +131,8 @@ def _listen(host: str, port: int) -> socket.socket:
     """Take the address before a model is loaded for nothing."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family)
+        listening = socket.create_server((host, port), family=family)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a chunk does not wait for the next one
+        return listening
     except OSError as error:
         raise MarsError(f"{host}:{port} cannot be listened on: {error.strerror or error}") from None
