@@ -1,14 +1,15 @@
 """The dial by load: looser, step by step down to the operator's floor, while requests wait too long; then back.
 
-Whether a step pays is not assumed but seen. The governor notes how long a token takes with each dial and number of
-running requests. It goes on to a looser dial only if it does not know it or knows it to be faster; it comes back
-as soon as a stricter one is no slower, or, by what it knows, fast enough for the load of the moment.
+Whether a step pays is not assumed but seen. The governor notes how long a token takes with the strictest dial, by the
+number of running requests, and what share of that it takes with each looser one. It goes on to a looser dial only if
+it does not know it or knows it to be faster; it gives one back that is not; and it comes back to a stricter one when
+that, by what it knows, is fast enough for the load of the moment.
 """
 
 from __future__ import annotations
 
-import math
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,8 +19,10 @@ from mars.serving.messages import FromEngine, News
 
 TICK = 0.25
 """Seconds between two looks at the load"""
-PATIENCE = 1.0
-"""Seconds that it must be too slow before the dial is turned, and that a dial is tried for"""
+PATIENCE = 2.0
+"""Seconds that it must be too slow before the dial is turned"""
+TRIAL = 3.0
+"""Seconds that a dial is tried for, at least"""
 CALM_SECONDS = 5.0
 """Seconds that a stricter dial must have been fast enough before it is taken again; twice as many whenever that turns
 out to have been too soon, by a move the other way within `REGRET_SECONDS`"""
@@ -27,14 +30,26 @@ REGRET_SECONDS = 60.0
 MOST_CALM_SECONDS = 600.0
 CALM = 0.8
 """Of the target: what counts as fast enough for that"""
-GAIN = 0.95
+GAIN = 0.9
 """What a dial must be to be called faster: this much of the other's time"""
-GUESS = 1.5
-"""How much slower a stricter dial is thought to be that was never seen at this load"""
 MEMORY_SECONDS = 300.0
-"""What was seen longer ago does not count: other texts are other speeds"""
-WEIGHT = 0.3
-"""Of the newest look in an average"""
+"""What was seen of a dial longer ago does not count: other texts are other speeds"""
+WEIGHT = 0.05
+"""Of the newest look in an average, once there are many"""
+
+
+@dataclass(slots=True)
+class Average:
+    """Of all values at first, then of the latest."""
+
+    value: float = 0.0
+    count: int = 0
+    when: float = float("-inf")
+
+    def add(self, value: float, now: float) -> None:
+        self.count = self.count + 1 if now - self.when < MEMORY_SECONDS else 1
+        self.value += max(WEIGHT, 1 / self.count) * (value - self.value)
+        self.when = now
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +78,12 @@ class Governor:
     """From the strictest to the loosest"""
     target: Target = field(default_factory=Target)
     rung: int = 0
-    _seen: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
-    """(rung, size of the load): seconds per token, and when that was"""
+    _strict: dict[int, Average] = field(default_factory=lambda: defaultdict(Average))
+    """Running requests: seconds per token with the strictest dial"""
+    _shares: dict[int, Average] = field(default_factory=lambda: defaultdict(Average))
+    """Rung: the share of those seconds that it takes"""
+    _in_vain: dict[int, float] = field(default_factory=dict)
+    """Rung: when it was found to be no faster than a stricter one"""
     _moved: float = float("-inf")
     _late_since: float | None = None
     _calm_since: float | None = None
@@ -78,54 +97,73 @@ class Governor:
 
     def observe(self, load: Load, now: float) -> bool:
         """Look at the load; returns whether the dial is another one now."""
-        size = round(4 * math.log2(1 + load.running))
-        if load.per_token is not None and now - self._moved >= PATIENCE / 2:  # not what the last dial wrote
-            old = self._known(self.rung, size, now)
-            seconds = load.per_token if old is None else old + WEIGHT * (load.per_token - old)
-            self._seen[self.rung, size] = (seconds, now)
+        if load.per_token is not None and now - self._moved >= TRIAL / 3:  # not what the last dial wrote
+            self._learn(load.running, load.per_token, now)
         target = self.target
         late = (load.per_token or 0.0) > target.per_token or load.wait > target.wait
         self._late_since = (self._late_since or now) if late else None
-        calm = self.rung > 0 and not late and self._expected(size, now) < CALM * target.per_token
+        calm = self.rung > 0 and not late and self._expected(load, now) < CALM * target.per_token
         self._calm_since = (self._calm_since or now) if calm and load.wait < CALM * target.wait else None
-        if now - self._moved < PATIENCE:
+        if now - self._moved < TRIAL:
             return False
-        if (better := self._better(size, now)) is not None:
+        if (better := self._better(now)) is not None:
             return self._move(better, now)
         if self._late_since is not None and now - self._late_since >= PATIENCE:
-            return self._loosen(size, now)
+            return self._loosen(now)
         if self._calm_since is not None and now - self._calm_since >= self._calm_seconds:
             self._returned = now
             return self._move(self.rung - 1, now)
         return False
 
-    def _loosen(self, size: int, now: float) -> bool:
+    def _learn(self, running: int, seconds: float, now: float) -> None:
+        if self.rung == 0:
+            self._strict[running].add(seconds, now)
+        elif strict := self._strict_seconds(running):
+            self._shares[self.rung].add(seconds / strict, now)
+
+    def _loosen(self, now: float) -> bool:
         """To the next dial that may be faster, if there is one."""
-        mine = self._known(self.rung, size, now)
         for rung in range(self.rung + 1, len(self.ladder)):
-            seen = self._known(rung, size, now)
-            if seen is None or mine is None or seen < GAIN * mine:
+            if now - self._in_vain.get(rung, float("-inf")) >= MEMORY_SECONDS:
                 regrets = now - self._returned < REGRET_SECONDS + self._calm_seconds
                 self._calm_seconds = min(2 * self._calm_seconds, MOST_CALM_SECONDS) if regrets else CALM_SECONDS
                 return self._move(rung, now)
         return False
 
-    def _better(self, size: int, now: float) -> int | None:
-        """The strictest dial that is as fast as this one, if no looser one may be faster: then this one is in vain."""
-        times = [self._known(rung, size, now) for rung in range(len(self.ladder))]
-        mine = times[self.rung]
-        if mine is None or any(each is None or each < GAIN * mine for each in times[self.rung + 1 :]):
+    def _better(self, now: float) -> int | None:
+        """The strictest dial that is as fast as this one, if there is none looser to try: then this one is in vain."""
+        mine = self._share(self.rung, now)
+        untried = [rung for rung in range(self.rung + 1, len(self.ladder)) if self._share(rung, now) is None]
+        if mine is None or untried:
             return None
-        return next((rung for rung, each in enumerate(times[: self.rung]) if each and mine > GAIN * each), None)
+        for rung in range(self.rung):
+            share = self._share(rung, now)
+            if share is not None and mine > GAIN * share:
+                self._in_vain |= dict.fromkeys(range(rung + 1, self.rung + 1), now)
+                return rung
+        return None
 
-    def _expected(self, size: int, now: float) -> float:
+    def _expected(self, load: Load, now: float) -> float:
         """Seconds per token with the next stricter dial."""
-        mine = self._known(self.rung, size, now) or 0.0
-        return self._known(self.rung - 1, size, now) or GUESS * mine
+        strict = self._strict_seconds(load.running) or load.per_token or 0.0
+        return strict * (self._share(self.rung - 1, now) or 1.0)
 
-    def _known(self, rung: int, size: int, now: float) -> float | None:
-        seconds, when = self._seen.get((rung, size), (0.0, float("-inf")))
-        return seconds if now - when < MEMORY_SECONDS else None
+    def _share(self, rung: int, now: float) -> float | None:
+        if rung == 0:
+            return 1.0
+        share = self._shares[rung]
+        return share.value if now - share.when < MEMORY_SECONDS else None
+
+    def _strict_seconds(self, running: int) -> float | None:
+        """What a token takes with the strictest dial: on the line between the nearest numbers of requests seen."""
+        seen = sorted(self._strict, key=lambda each: abs(each - running))[:2]
+        if not seen:
+            return None
+        near = self._strict[seen[0]].value
+        if len(seen) < 2:
+            return near
+        slope = (self._strict[seen[1]].value - near) / (seen[1] - seen[0])
+        return near + max(0.0, slope) * (running - seen[0])
 
     def _move(self, rung: int, now: float) -> bool:
         self.rung, self._moved, self._late_since, self._calm_since = rung, now, None, None
