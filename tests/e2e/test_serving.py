@@ -100,7 +100,7 @@ def test_any_json_object(client: openai.OpenAI) -> None:
         response_format={"type": "json_object"},
         temperature=0.7,
         seed=1,
-        max_tokens=120,
+        max_tokens=60,
     )
     choice = found.choices[0]
     assert choice.message.content and choice.message.content.lstrip().startswith("{")

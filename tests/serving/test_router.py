@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2 as httpx
+import psutil
 import pytest
 
 from mars import cli
@@ -159,7 +160,8 @@ def test_one_stands_in_for_the_other(router: httpx.Client, server: str, other: s
     kill_engine(other)
     until(lambda: httpx.get(f"{other}/health").status_code == 503)
     assert stands_in(router, log)
-    process_at(other).terminate()
-    until(lambda: not can_connect(other))
+    stopped = process_at(other)
+    stopped.terminate()
+    until(lambda: stopped.status() == psutil.STATUS_ZOMBIE, 20)
     with routed(tmp_path, server, other) as address, httpx.Client(base_url=address, timeout=30) as client:
         assert stands_in(client, tmp_path / log.name)
