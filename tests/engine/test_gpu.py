@@ -11,6 +11,7 @@ import torch
 
 from mars import Sampling
 from mars.decoding.decoder import Decoder
+from mars.decoding.grammar import lark_grammar
 from mars.decoding.request import Request
 from mars.engine import Engine
 from mars.engine.layout import Layout
@@ -89,6 +90,17 @@ def test_every_kind_of_sampling_is_recorded() -> None:
     assert texts(engine, requests) == expected
     for request, alone in zip(requests, expected, strict=True):
         assert texts(engine, [request]) == [alone]
+
+
+def test_grammars_are_followed_though_the_device_works_ahead() -> None:
+    pytest.importorskip("llguidance")
+    grammar = lark_grammar("start: /([a-e]{2}[f-i])+j/")
+    requests = [
+        Request(prompt, Dial(dial), max_new_tokens=20, block_size=4, grammar=grammar if index % 2 else None)
+        for index, (prompt, dial) in enumerate(zip(PROMPTS[:6], ["exact", "exact", "one-token"] * 2, strict=True))
+    ]
+    expected = [Decoder(tiny_checkpoint("llama"), [replace(each)]).finish()[0].token_ids for each in requests]
+    assert texts(Engine(on_gpu(tiny_checkpoint("llama")), rows=8, memory=2**24, cost=wide), requests) == expected
 
 
 def test_a_step_waits_for_the_device_at_most_once() -> None:
