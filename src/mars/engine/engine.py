@@ -254,10 +254,12 @@ class Engine:
 
     def _is_being_read(self, row: Row) -> bool:
         """Does a running row read just what this one would have to read next? Then its pages will do for both."""
+        reading = [each for each in self._running if not each.is_prefilled]
+        if not reading:
+            return False
         end = (len(self.pages.find(row.text[:-1])) + 1) * self.pages.size
         return end < len(row.text) and any(
-            not each.is_prefilled and each.cursor < end < len(each.text) and each.text[:end] == row.text[:end]
-            for each in self._running
+            each.cursor < end < len(each.text) and each.text[:end] == row.text[:end] for each in reading
         )
 
     def _enter(self, row: Row) -> bool:
