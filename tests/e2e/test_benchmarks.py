@@ -30,6 +30,6 @@ def test_compare_decoders(tmp_path: Path) -> None:
     assert len({(row["tokens_per_forward"], row["agreement"]) for row in paper}) == 1
 
 
-def test_forward_width(tmp_path: Path) -> None:
-    rows = run("forward_width.py", tmp_path / "out.json", "--widths", "6")["rows"]
+def test_forward_width(tmp_path: Path, chat_model: Path) -> None:
+    rows = run("forward_width.py", tmp_path / "out.json", "--widths", "6", "--model", str(chat_model))["rows"]
     assert {(row["weights"], row["width"]) for row in rows} >= {("by columns", 1), ("by columns", 6), ("by rows", 6)}

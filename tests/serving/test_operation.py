@@ -51,7 +51,8 @@ def test_the_governor_on_a_server_that_is_always_late(letters: Path) -> None:
             while time.monotonic() < over:
                 http.post("/v1/chat/completions", json=ASK | {"max_tokens": 200, "ignore_eos": True})
 
-        Thread(target=busy, daemon=True).start()
+        for _ in range(4):
+            Thread(target=busy, daemon=True).start()
         until(lambda: address.events("governor"), 15)
         (first, *_) = address.events("governor")
         assert first["dial"] == "threshold=0.6" and first["direction"] == "looser" and first["per_token"] > 1e-6

@@ -101,7 +101,10 @@ class Governor:
             self._learn(load.running, load.per_token, now)
         target = self.target
         late = (load.per_token or 0.0) > target.per_token or load.wait > target.wait
-        self._late_since = (self._late_since or now) if late else None
+        if late:
+            self._late_since = self._late_since or now
+        elif load.per_token is not None or not load.running:  # else nobody knows
+            self._late_since = None
         calm = self.rung > 0 and not late and self._expected(load, now) < CALM * target.per_token
         self._calm_since = (self._calm_since or now) if calm and load.wait < CALM * target.wait else None
         if now - self._moved < TRIAL:
