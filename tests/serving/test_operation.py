@@ -68,8 +68,8 @@ def test_the_governor_on_a_server_that_is_always_late(letters: Path) -> None:
         assert http.put("/v1/dial", json={"dial": "auto"}).json()["auto"] is True
         assert {line["dial"] for line in address.events("governor")} <= {"exact", "threshold=0.6", "threshold=0.2"}
         assert "abcabcabc" in address.log.read_text()  # as asked
-        positions = [line for line in gauges.splitlines() if "accepted_tokens_per_pos_total{" in line]
-        assert len(positions) == 3
+        http.post("/v1/chat/completions", json=ASK | {"max_tokens": 200, "ignore_eos": True, "dial": "threshold=0.2"})
+        assert 'accepted_tokens_per_pos_total{model_name="letters",position="0"}' in http.get("/metrics").text
 
 
 @pytest.mark.parametrize(
