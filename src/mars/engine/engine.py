@@ -199,12 +199,13 @@ class Engine:
 
     def _restrict(self, rows: Sequence[Row], layout: Layout) -> None:
         """Tell the device what the grammars of rows allow them."""
-        guided = [(row.slot or 0, row.guide, row.claims) for row in rows if row.guide is not None]
-        if guided:
-            allowed = lexicon_of(self.checkpoint).allowed([each[1:] for each in guided], layout.trunk)
-            self._state.restrict([slot for slot, *_ in guided], allowed)
-        for row in rows:
-            row.waits = row.guide is not None
+        guided = [(row, row.guide) for row in rows if row.guide is not None]
+        if not guided:
+            return
+        allowed = lexicon_of(self.checkpoint).allowed([(guide, row.claims) for row, guide in guided], layout.trunk)
+        self._state.restrict([row.slot or 0 for row, _ in guided], allowed)
+        for row, _ in guided:
+            row.waits = True
 
     def _furthest(self, row: Row) -> int:
         """How far the row's cursor may be by now."""
