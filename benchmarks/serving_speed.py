@@ -139,7 +139,7 @@ def main() -> None:
             save_checkpoint(load_checkpoint(args.model, dtype=args.dtype, device="cpu"), folder)
             command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--port", 8123]
             command += ["--served-model-name", args.model, "--max-num-seqs", args.at_once]
-            command += ["--no-enable-prefix-caching"]
+            command += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
             stack.enter_context(running(command, r"(Application startup complete)"))
             found["vllm serve"] = http("http://127.0.0.1:8123", args.model)
     show(found)
