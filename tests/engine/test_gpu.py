@@ -16,6 +16,7 @@ from mars.decoding.request import Request
 from mars.engine import Engine
 from mars.engine.layout import Layout
 from mars.method.dials import Dial
+from mars.method.sampling import gumbel
 from mars.method.windows import Shape
 from mars.models import Checkpoint
 from tests.conftest import FAMILIES, tiny_checkpoint
@@ -129,3 +130,12 @@ def test_memory_is_flat() -> None:
     for _ in range(5):
         texts(engine, requests)
     assert torch.cuda.memory_allocated() - used < 100_000
+
+
+def test_drawing_compiles_for_a_large_vocabulary() -> None:
+    seeds, positions = torch.tensor([1, 2**62, -5], device="cuda"), torch.tensor([[3], [4], [5]], device="cuda")
+
+    def best(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return gumbel(seeds, positions, 49152).argmax(2)
+
+    assert torch.equal(torch.compile(best, dynamic=False)(seeds, positions), best(seeds, positions))
