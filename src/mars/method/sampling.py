@@ -228,7 +228,8 @@ def truncate(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
 def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
     """Gumbel noise (rows, n, vocabulary) for ``seeds`` (rows,) and ``positions`` (rows, n)."""
     state = _scramble(seeds[:, None] + _scramble(positions))
-    tokens = (torch.arange(vocabulary, device=seeds.device) ^ 0) * _signed(GOLDEN)  # ^ 0: a compiler would fold what wraps
+    numbers = torch.arange(vocabulary, device=seeds.device) ^ 0  # as it is, a compiler would fold what must wrap
+    tokens = numbers * _signed(GOLDEN)
     bits = _scramble(state[:, :, None] + tokens) >> 41 & (2**23 - 1)  # as many as a float32 holds with a half behind
     return -(-((bits.float() + 0.5) / 2**23).log()).log()
 
