@@ -1,0 +1,64 @@
+"""Rendered prompts in, answers out, as fast as the engine writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from itertools import islice
+
+from mars.api import Model
+from mars.decoding.decoder import check_request
+from mars.decoding.request import Answer, Generation, Request
+from mars.errors import MarsError
+from mars.models import Checkpoint
+
+AHEAD = 64
+"""Requests that wait in the engine, so that no row is idle"""
+
+
+def encode(checkpoint: Checkpoint, text: str, room: int) -> list[int]:
+    """Tokens of a rendered prompt, the last ones, so that ``room`` new ones fit.
+
+    Special tokens are added as the tokenizer does, unless the text brings its beginning-of-text token.
+    """
+    begin = checkpoint.tokenizer.bos_token
+    options = {"add_special_tokens": False} if begin and text.startswith(begin) else {}
+    tokens = list(checkpoint.tokenizer.encode(text, **options))
+    if checkpoint.context is None:
+        return tokens
+    if room >= checkpoint.context:
+        raise MarsError(
+            f"{room} new tokens leave no room for a prompt in the {checkpoint.context} that {checkpoint.name} holds: "
+            "ask for fewer"
+        )
+    return tokens[room - checkpoint.context :]
+
+
+def write(model: Model, requests: Sequence[Request]) -> Generator[tuple[int, Generation], None, None]:
+    """Every request's index and answer as it ends; those that have not are cancelled when the caller stops early."""
+    for request in requests:
+        check_request(model.checkpoint, request)  # before any is written
+    engine = model.engine(max((request.block_size for request in requests), default=1))
+    source = enumerate(requests)
+    running: list[tuple[int, Answer]] = []
+    try:
+        while True:
+            for index, request in islice(source, max(0, AHEAD - engine.waiting)):
+                running.append((index, engine.add(request)))
+            if not running:
+                return
+            engine.step()
+            done = [each for each in running if each[1].finish_reason is not None]
+            if done:
+                running = [each for each in running if each[1].finish_reason is None]
+            for index, answer in done:
+                yield index, answer.generation()
+    finally:
+        for _, answer in running:
+            engine.cancel(answer)
+
+
+def cut(text: str, stops: Sequence[str]) -> str:
+    """The text up to the stop strings."""
+    for stop in filter(None, stops):
+        text = text.split(stop, maxsplit=1)[0]
+    return text
