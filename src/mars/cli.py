@@ -7,7 +7,7 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -210,6 +210,73 @@ def bench(
     typer.echo("wrote " + ", ".join(map(str, files)))
 
 
+@app.command("eval")
+def evaluate(
+    dials: Annotated[str, typer.Option(help="Dials with commas between; the others are compared with the first.")],
+    out: Annotated[Path, typer.Option(help="Folder to write; if it is there, it is continued.")],
+    model: ModelOption = "smollm2-135m",
+    adapter: AdapterOption = None,
+    tasks: Annotated[
+        str, typer.Option(help="Of ifeval, bbh, mmlu_pro, gpqa, gsm8k, humaneval, with commas between; or all.")
+    ] = "all",
+    data: Annotated[
+        Path | None, typer.Option("--data-dir", help="Folder of benchmark files; default: from the hub.")
+    ] = None,
+    limit: Annotated[str | None, typer.Option(help="Items of each task, or such as gsm8k=200,bbh=500.")] = None,
+    max_new_tokens: TokensOption = 256,
+    block_size: Annotated[int | None, typer.Option(help="Tokens a forward predicts; default: as trained.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: the device's.")] = None,
+    rows: Annotated[int, typer.Option(help="Requests that are decoded together.")] = 64,
+    memory: Annotated[float | None, typer.Option(help="Cache: bytes, or on a GPU a share of what is free.")] = None,
+    name: Annotated[str | None, typer.Option(help="What a report calls the model; default: as given.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the items that a limit leaves.")] = 0,
+    score_only: Annotated[bool, typer.Option("--score-only", help="Score what is there; needs no model.")] = False,
+) -> None:
+    """Score a model on the benchmarks with every dial; started again after a kill, it goes on where it stopped."""
+    from mars.evaluation.bench import progress_bar
+    from mars.evaluation.evaluate import HEAD, plan_evaluation, score, table
+    from mars.evaluation.evaluate import evaluate as run
+
+    plan = plan_evaluation(
+        model=model,
+        adapter=adapter,
+        name=name,
+        tasks=tasks,
+        dials=dials,
+        limit=limit,
+        max_new_tokens=max_new_tokens,
+        block_size=block_size,
+        dtype=dtype,
+        seed=seed,
+        rows=rows,
+        data=data,
+        out=out,
+    )
+    loaded = None if score_only else _load(model, adapter, None, dtype, rows=rows, memory=memory)
+    with progress_bar() as bar:
+        results = score(plan, bar) if loaded is None else run(loaded, plan, bar)
+    shown = Table(*HEAD, box=None)
+    for line in table(results):
+        shown.add_row(*line)
+    Console(width=None if sys.stdout.isatty() else 160).print(shown)
+    typer.echo(f"wrote {out / 'results.json'}, {out / 'results.md'}")
+
+
+@app.command()
+def report(
+    sources: Annotated[list[Path], typer.Argument(help="Folders of mars eval and JSON files of mars bench.")],
+    out: Annotated[Path, typer.Option(help="Folder to write: report.md, report.html and plots.")],
+) -> None:
+    """Put results together on one page, in Markdown and in HTML."""
+    try:
+        import matplotlib  # noqa: F401
+
+        from mars.evaluation.report import report as run
+    except ImportError as error:
+        raise MarsError(f"a report needs more packages ({error.name}): pip install 'mars-llm[bench]'") from None
+    typer.echo("wrote " + ", ".join(map(str, run(sources, out))))
+
+
 @app.command()
 def serve(
     model: ModelOption = "smollm2-135m",
@@ -344,7 +411,7 @@ def _summary(answer: Generation) -> str:
     )
 
 
-def _load(model: str, adapter: str | None, dial: str | None, dtype: str | None = None) -> Model:
+def _load(model: str, adapter: str | None, dial: str | None, dtype: str | None = None, **options: Any) -> Model:
     """Load a model, but look at the dial first: a typing mistake should not cost a download."""
     from transformers.utils import logging
 
@@ -358,10 +425,10 @@ def _load(model: str, adapter: str | None, dial: str | None, dtype: str | None =
     if built_in:
         builtin.fetch()  # shows its own progress
     if not built_in and sys.stderr.isatty():
-        return load(model, adapter=adapter, dtype=dtype)  # may be gigabytes: transformers shows its bars
+        return load(model, adapter=adapter, dtype=dtype, **options)  # may be gigabytes: transformers shows its bars
     logging.disable_progress_bar()
     with Console(stderr=True).status(f"Loading {model} …"):
-        return load(model, adapter=adapter, dtype=dtype)
+        return load(model, adapter=adapter, dtype=dtype, **options)
 
 
 def _warm(model: Model) -> Model:

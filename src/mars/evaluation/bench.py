@@ -28,13 +28,18 @@ def bench(checkpoint: Checkpoint, plan: Plan) -> tuple[list[dict[str, Any]], lis
         model.dial(split_dial(name)[0])  # raises before anything is measured
     for name in plan.peers:
         check_model(name, checkpoint)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+    with progress_bar() as bar:
         running = _Bench(checkpoint, plan, bar)
         running.dials()
         for name in plan.peers:
             running.peer(name)
     return running.rows, [plan.out, _table_of(plan.out), *draw(running.rows, plan.out)]
+
+
+def progress_bar() -> Progress:
+    """Shown where somebody looks."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
 
 
 class _Bench:
@@ -93,15 +98,15 @@ class _Bench:
             self._bar.console.print(f"{what}: {run.tokens_per_second:,.1f} tokens/s", markup=False, highlight=False)
 
     def _write(self) -> None:
-        _write_whole(self._plan.out, json.dumps(self._facts | {"rows": self.rows}, indent=2) + "\n")
-        _write_whole(_table_of(self._plan.out), tables.markdown(self.rows))
+        write_whole(self._plan.out, json.dumps(self._facts | {"rows": self.rows}, indent=2) + "\n")
+        write_whole(_table_of(self._plan.out), tables.markdown(self.rows))
 
 
 def _table_of(out: Path) -> Path:
     return out.with_suffix(".md")
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Replace a file at once: whoever looks sees the old content or the new."""
     scratch = path.with_name(f"{path.name}.tmp")
     scratch.write_text(text, encoding="utf-8")

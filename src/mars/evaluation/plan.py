@@ -92,9 +92,9 @@ def make_plan(
     for name, number in (("--max-new-tokens", max_new_tokens), ("--min-requests", min_requests)):
         if number < 1:
             raise MarsError(f"{name} must be at least 1, not {number}")
-    turns = _items("--dials", dials)
-    sizes = _items("--batch-sizes", batch_sizes)
-    others = [] if peers is None else _items("--peers", peers)
+    turns = items_of("--dials", dials)
+    sizes = items_of("--batch-sizes", batch_sizes)
+    others = [] if peers is None else items_of("--peers", peers)
     for turn in turns:
         split_dial(turn)
     if wrong := [size for size in sizes if not size.isdecimal() or int(size) < 1]:
@@ -136,7 +136,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     return [chat[0]["content"] if len(chat) == 1 else chat for chat in chats]
 
 
-def _items(option: str, text: str) -> list[str]:
+def items_of(option: str, text: str) -> list[str]:
     """What stands between the commas, each thing once."""
     items = list(dict.fromkeys(" ".join(item.split()) for item in text.split(",") if item.strip()))
     if not items:

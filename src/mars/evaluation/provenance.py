@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import subprocess
 import sys
@@ -12,6 +13,16 @@ import torch
 import transformers
 
 import mars
+from mars.models import Checkpoint
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """The first 16 digits of a SHA-256 over all weights, in the precision they are used in."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(checkpoint.module.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
 
 
 def collect() -> dict[str, object]:

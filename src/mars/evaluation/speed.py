@@ -14,6 +14,7 @@ import torch
 
 from mars.api import Model
 from mars.decoding.request import Generation
+from mars.engine import Engine
 from mars.engine.cache import layer_shapes
 from mars.engine.choice import Acceptance
 from mars.models.checkpoint import Checkpoint
@@ -75,12 +76,17 @@ def with_dial(model: Model, dial: str, window: str | None) -> Contender:
     engine.acceptance = Acceptance(engine.block_size - 1)
 
     def decode(prompts: Sequence[list[int]], max_new_tokens: int) -> Round:
-        engine.pages.release(engine.pages.take(engine.pages.available))  # whoever takes all pages makes them forgotten
+        forget_prompts(engine)
         forwards, places = engine.steps, engine.places
         answers = model.generate(list(prompts), dial=dial, window=window, max_new_tokens=max_new_tokens)
         return Round(answers, engine.steps - forwards, engine.places - places)
 
     return Contender({"dial": dial, "window": window or "auto"}, decode)
+
+
+def forget_prompts(engine: Engine) -> None:
+    """Let no request profit from the beginning of an earlier one: whoever takes all pages makes them forgotten."""
+    engine.pages.release(engine.pages.take(engine.pages.available))
 
 
 def measure(

@@ -1,0 +1,45 @@
+"""How sure a score is, and whether two of them differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import comb, sqrt
+
+Z = 1.959963984540054
+"""Two-sided 95 %"""
+
+
+def wilson(successes: float, n: int) -> tuple[float, float]:
+    """95 % interval of a share (Wilson). For scores between 0 and 1, their sum is ``successes``: a little too wide."""
+    if n == 0:
+        return 0.0, 1.0
+    share, spread = successes / n, Z * Z / n
+    centre = share + spread / 2
+    half = Z * sqrt(max(share * (1 - share), 0.0) / n + spread / (4 * n))
+    return max((centre - half) / (1 + spread), 0.0), min((centre + half) / (1 + spread), 1.0)
+
+
+def paired(mine: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """Scores of the same items: on how many mine is better or worse, and the mean difference.
+
+    ``low`` and ``high`` are a 95 % interval (Bonett and Price: as if one more item were won and one lost), ``p`` is the
+    exact McNemar test, which for scores between 0 and 1 is the sign test.
+    """
+    differences = [each - other for each, other in zip(mine, theirs, strict=True)]
+    better, worse = sum(each > 0 for each in differences), sum(each < 0 for each in differences)
+    n = len(differences) + 2
+    mean = sum(differences) / n
+    half = Z * sqrt((2 + sum(each * each for each in differences)) / n - mean * mean) / sqrt(n)
+    return {
+        "better": better,
+        "worse": worse,
+        "difference": sum(differences) / max(len(differences), 1),
+        "low": max(mean - half, -1.0),
+        "high": min(mean + half, 1.0),
+        "p": _sign_test(min(better, worse), better + worse),
+    }
+
+
+def _sign_test(fewer: int, n: int) -> float:
+    """How often ``n`` fair coins fall at least as unevenly."""
+    return min(2 * sum(comb(n, k) for k in range(fewer + 1)) / 2**n, 1.0)

@@ -1,0 +1,326 @@
+"""The six benchmarks of the paper: lm-eval's prompts and scorers, over data from the hub or from local files."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import logging
+import random
+import sys
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mars.errors import MarsError
+from mars.evaluation.sandbox import run_all
+from mars.models.builtin import cache_home
+
+try:
+    import langdetect  # noqa: F401
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+except ImportError as error:
+    raise MarsError(f"evaluation needs more packages ({error.name}): pip install 'mars-llm[eval]'") from None
+
+SEED = 1234
+GPQA_PASSWORD = b"deserted-untie-orchid"  # published with the data, which keeps it out of training sets
+Chat = Callable[..., str]
+"""Messages, and whether an answer begins behind them, to text"""
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """What a benchmark is called in lm-eval, and in which local file its rows are."""
+
+    title: str
+    task: str
+    """A task, or a group of them"""
+    score: str
+    """The figure that counts, and the reading of an answer that it is about"""
+    file: str
+    columns: tuple[str, ...]
+    parts: str | None = None
+    """The column that says to which task of the group a row belongs"""
+    shots: int | None = 0
+    """Examples before the question; None: those that are part of the task"""
+    is_private: bool = False
+    """Do its authors ask that the questions be not shown?"""
+
+
+BENCHMARKS = {
+    "ifeval": Benchmark(
+        "IFEval",
+        "ifeval",
+        "prompt_level_strict_acc,none",
+        "ifeval",
+        ("key", "prompt", "instruction_id_list", "kwargs"),
+    ),
+    "bbh": Benchmark(
+        "BBH",
+        "bbh_cot_fewshot",
+        "exact_match,get-answer",
+        "bbh",
+        ("task", "input", "target"),
+        parts="task",
+        shots=None,
+    ),
+    "mmlu_pro": Benchmark(
+        "MMLU-Pro",
+        "mmlu_pro",
+        "exact_match,custom-extract",
+        "mmlu_pro_test",
+        ("question", "options", "answer", "answer_index", "category"),
+        parts="category",
+    ),
+    "gpqa": Benchmark(
+        "GPQA",
+        "gpqa_diamond_cot_zeroshot",
+        "exact_match,flexible-extract",
+        "gpqa_diamond",
+        ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"),
+        is_private=True,
+    ),
+    "gsm8k": Benchmark(
+        "GSM8K", "gsm8k_cot_zeroshot", "exact_match,flexible-extract", "gsm8k_test", ("question", "answer")
+    ),
+    "humaneval": Benchmark(
+        "HumanEval", "humaneval_instruct", "pass@1,none", "humaneval", ("prompt", "test", "entry_point")
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A question."""
+
+    id: str
+    """lm-eval's task, and the row's number there"""
+    prompt: str
+    stop: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Exam:
+    """A benchmark's questions, or some of them, in a fixed order, and what judges the answers."""
+
+    name: str
+    items: list[Item] = field(default_factory=list)
+    _parts: list[tuple[Any, list[Any]]] = field(default_factory=list)
+    """lm-eval's tasks, each with its instances"""
+
+    @property
+    def benchmark(self) -> Benchmark:
+        return BENCHMARKS[self.name]
+
+    def score(self, texts: Sequence[str]) -> list[dict[str, float]]:
+        """For every item's answer, all figures that lm-eval has for it."""
+        if len(texts) != len(self.items):
+            raise ValueError(f"{len(texts)} answers to {len(self.items)} questions")
+        if self.name == "humaneval":
+            return _run_programs([doc for _, rows in self._parts for doc in _docs(rows)], texts)
+        left = iter(texts)
+        return [figures for task, rows in self._parts for figures in _judge(task, rows, [next(left) for _ in rows])]
+
+
+def open_exam(
+    name: str,
+    *,
+    chat: Chat | None,
+    data: Path | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    max_new_tokens: int = 256,
+) -> Exam:
+    """Questions of a benchmark: all, or ``limit`` of them drawn by ``seed``; a larger limit keeps a smaller one's.
+
+    ``chat`` turns messages into the model's prompt; None for models that do not chat. ``data`` is a folder of local
+    files; without one, rows come from the hub.
+    """
+    if name == "ifeval":
+        _prepare_ifeval()
+    tasks = _load(name, None if data is None else _read(data, BENCHMARKS[name]), max_new_tokens)
+    exam = Exam(name)
+    for task, numbers in zip(tasks, _drawn([len(task.eval_docs) for task in tasks], limit, seed), strict=True):
+        if not numbers:
+            continue
+        with redirect_stderr(io.StringIO()):  # it has a progress bar for every task
+            task.build_all_requests(
+                samples=numbers,
+                apply_chat_template=chat is not None,
+                fewshot_as_multiturn=chat is not None,
+                chat_template=chat,
+            )
+        asked = dict(zip(numbers, task.instances, strict=True))
+        exam.items += [_item(task, number, instance) for number, instance in asked.items()]
+        exam._parts.append((task, list(asked.values())))
+    return exam
+
+
+def _item(task: Any, number: int, instance: Any) -> Item:
+    prompt, options = instance.args
+    until = options.get("until") or []
+    stops = [until] if isinstance(until, str) else until
+    return Item(f"{task.config.task}/{number}", prompt, tuple(stop for stop in stops if stop))
+
+
+def _drawn(sizes: Sequence[int], limit: int | None, seed: int) -> list[list[int]]:
+    """For parts of so many rows each, the numbers of the rows that are drawn from all of them together."""
+    every = [(part, number) for part, size in enumerate(sizes) for number in range(size)]
+    random.Random(seed).shuffle(every)
+    numbers: list[list[int]] = [[] for _ in sizes]
+    for part, number in sorted(every[:limit]):
+        numbers[part].append(number)
+    return numbers
+
+
+def _load(name: str, rows: Rows | None, max_new_tokens: int) -> list[Any]:
+    """lm-eval's tasks of a benchmark, over these rows or, without any, those of the hub."""
+    benchmark, manager = BENCHMARKS[name], _manager(name)
+    members = list(manager.task_index[benchmark.task].cfg["task"]) if benchmark.parts else [benchmark.task]
+    tasks = []
+    for member in members:
+        shipped = manager.task_index[member].cfg
+        greedy = {"do_sample": False, "temperature": 0.0, "max_gen_toks": max_new_tokens}
+        config: dict[str, Any] = {
+            "task": member,
+            "generation_kwargs": {**shipped.get("generation_kwargs", {}), **greedy},
+        }
+        if benchmark.shots is not None:
+            config["num_fewshot"] = benchmark.shots
+        if rows is not None:
+            mine = rows.of(benchmark.parts, member.removeprefix(f"{benchmark.task}_")) if benchmark.parts else rows
+            if not mine:
+                continue
+            config |= dict.fromkeys(("training_split", "validation_split", "fewshot_split"))
+            config |= {"test_split": "test", "custom_dataset": lambda mine=mine, **_: {"test": mine}}
+        if name == "humaneval":  # its own scorer would run programs here, unprotected
+            config = deepcopy(shipped) | config | {"metric_list": [{"metric": "acc"}], "filter_list": None}
+            loaded = manager.load([config])
+        else:
+            loaded = manager.load({"group": f"mars_{member}", "task": [config]})
+        tasks.append(_settled(loaded["tasks"][member]))
+    return tasks
+
+
+@cache
+def _manager(name: str) -> TaskManager:
+    """lm-eval's index of this benchmark alone: the whole one takes many seconds."""
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    return TaskManager(include_defaults=False, include_path=[str(Path(lm_eval.__file__).parent / "tasks" / name)])
+
+
+def _settled(task: Any) -> Any:
+    """Let a task prepare its rows once and for all: GPQA shuffles its options anew whenever they are looked at."""
+    prepare = task.config.process_docs
+    if prepare is not None:
+        for split in {task.config.training_split, task.config.validation_split, task.config.test_split} - {None}:
+            random.seed(SEED)
+            task.dataset[split] = prepare(task.dataset[split])
+        task.set_config("process_docs", None)
+        task.fewshot_cfg.process_docs = None
+    task.set_fewshot_seed(SEED)
+    return task
+
+
+def _docs(instances: Sequence[Any]) -> list[Mapping[str, Any]]:
+    return [instance.doc for instance in instances]
+
+
+def _judge(task: Any, instances: Sequence[Any], texts: Sequence[str]) -> list[dict[str, float]]:
+    for instance, text in zip(instances, texts, strict=True):
+        instance.resps, instance.filtered_resps = [text], {}
+    task._instances = list(instances)
+    task.apply_filters()
+    found = []
+    for instance in instances:
+        random.seed(SEED)  # IFEval draws a letter where a row names none
+        figures: dict[str, float] = {}
+        for reading, answer in instance.filtered_resps.items():
+            for metric, value in task.process_results(instance.doc, [answer]).items():
+                figures[f"{metric},{reading}"] = sum(value) / len(value) if isinstance(value, list) else float(value)
+        found.append(figures)
+    return found
+
+
+def _run_programs(docs: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[dict[str, float]]:
+    """HumanEval: what the model wrote up to the end of its code block, then the tests, in a sandbox."""
+    programs = [
+        f"{doc['prompt']}{text.partition('```')[0]}\n{doc['test']}\ncheck({doc['entry_point']})"
+        for doc, text in zip(docs, texts, strict=True)
+    ]
+    return [{BENCHMARKS["humaneval"].score: float(outcome.passed)} for outcome in run_all(programs)]
+
+
+class Rows(list[dict[str, Any]]):
+    """As much of a dataset as lm-eval asks for."""
+
+    @property
+    def features(self) -> dict[str, None]:
+        return dict.fromkeys(self[0]) if self else {}
+
+    def of(self, column: str, part: str) -> Rows:
+        """Those of one part, whose name may have spaces for underscores."""
+        return self.filter(lambda row: row[column].replace(" ", "_") == part)
+
+    def filter(self, keep: Callable[[dict[str, Any]], bool]) -> Rows:
+        return Rows(row for row in self if keep(row))
+
+    def map(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Rows:
+        return Rows(row | change(row) for row in self)
+
+
+def _read(folder: Path, benchmark: Benchmark) -> Rows:
+    """The rows of a benchmark: a file of JSON lines, plain, gzipped, or in a zip archive."""
+    name = benchmark.file
+    for suffix in (".jsonl", ".jsonl.gz", ".zip"):
+        path = folder / f"{name}{suffix}"
+        if path.is_file():
+            break
+    else:
+        raise MarsError(f"{folder} has no {name}.jsonl, {name}.jsonl.gz or {name}.zip")
+    try:
+        if suffix == ".zip":
+            with zipfile.ZipFile(path) as archive:
+                text = archive.read(archive.namelist()[0], pwd=GPQA_PASSWORD)
+        else:
+            text = gzip.decompress(path.read_bytes()) if suffix == ".jsonl.gz" else path.read_bytes()
+        rows = Rows(json.loads(line) for line in text.decode().split("\n") if line.strip())
+    except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile) as problem:
+        raise MarsError(f"{path} cannot be read: {problem}") from None
+    if not rows:
+        raise MarsError(f"{path} has no rows")
+    for number, row in enumerate(rows, 1):
+        if absent := [column for column in benchmark.columns if column not in row]:
+            raise MarsError(f"{path}: row {number} has no {absent[0]!r}, which {benchmark.title} needs")
+    return rows
+
+
+def _prepare_ifeval() -> None:
+    """One text, one score, though its detector of languages is a random one; and a way to tell sentences apart offline.
+
+    Where nltk's rules for the ends of sentences cannot be had, it does without a list of abbreviations.
+    """
+    import nltk
+    from langdetect import DetectorFactory
+
+    DetectorFactory.seed = 0
+    try:
+        nltk.data.find("tokenizers/punkt_tab")
+    except LookupError:
+        with redirect_stderr(io.StringIO()):
+            there = nltk.download("punkt_tab", quiet=True)
+        if there:
+            return
+        print("IFEval: nltk's punkt_tab cannot be downloaded; sentences are told apart without it", file=sys.stderr)
+        folder = cache_home() / "nltk_data"
+        english = folder / "tokenizers" / "punkt_tab" / "english"
+        english.mkdir(parents=True, exist_ok=True)
+        for file in ("collocations.tab", "sent_starters.txt", "abbrev_types.txt", "ortho_context.tab"):
+            (english / file).touch()
+        nltk.data.path.insert(0, str(folder))

@@ -1,0 +1,163 @@
+"""``mars eval``: all benchmarks with the built-in model; what it keeps, how it goes on, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mars import cli
+from tests.conftest import save_chat_model
+from tests.evaluation.benchmark_files import write_benchmarks
+
+pytest.importorskip("lm_eval")
+
+Run = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_benchmarks(tmp_path_factory.mktemp("benchmarks"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_chat_model(tmp_path_factory.mktemp("models") / "tiny", trained=True)
+
+
+@pytest.fixture
+def run(data: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Type ``mars eval …``; returns the exit code."""
+
+    def typed(*arguments: object) -> int:
+        typed = ["mars", "eval", "--data-dir", data, *arguments]
+        monkeypatch.setattr(sys, "argv", [*map(str, typed)])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        return int(left.value.code or 0)
+
+    return typed
+
+
+def results(out: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(row["task"], row["dial"]): row for row in json.loads((out / "results.json").read_text())["rows"]}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_all_six_with_the_built_in_model(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    dials = ("one-token", "exact")
+    assert run("--dials", ",".join(dials), "--max-new-tokens", 24, "--rows", 4, "--dtype", "float32", "--out", out) == 0
+    found = results(out)
+    tasks = ("ifeval", "bbh", "mmlu_pro", "gpqa", "gsm8k", "humaneval")
+    assert set(found) == {(task, dial) for task in tasks for dial in dials}
+    for task in tasks:
+        one_token, exact = (lines(out / "samples" / f"{task}.{dial}.jsonl") for dial in dials)
+        assert [(each["item"], each["text"], each["score"]) for each in one_token] == [
+            (each["item"], each["text"], each["score"]) for each in exact
+        ]
+        row = found[task, "exact"]
+        assert row["items"] == 2 and row["same_text"] == row["agreement"] == 1.0
+        assert row["low"] <= row["score"] <= row["high"]
+        assert row["against"]["better"] == row["against"]["worse"] == 0 and row["against"]["p"] == 1.0
+        assert found[task, "one-token"]["tokens_per_forward"] == 1.0 and found[task, "one-token"]["against"] is None
+    assert sum(found[task, "exact"]["forwards"] for task in tasks) < sum(
+        found[task, "one-token"]["forwards"] for task in tasks
+    )
+    whole = json.loads((out / "results.json").read_text())
+    assert [each["dial"] for each in whole["averages"]] == [*dials]
+    assert len(whole["model"]["hash"]) == 16 and whole["runs"][0]["versions"]["torch"]
+    shown = next(each for each in whole["examples"] if (each["task"], each["dial"]) == ("gsm8k", "exact"))
+    assert "pens" in shown["prompt"] or "train" in shown["prompt"]
+    assert all(each["prompt"] is None for each in whole["examples"] if each["task"] == "gpqa")
+    said = capsys.readouterr().out
+    assert "GSM8K" in said and "results.json" in said and "| GSM8K | exact | 2 |" in (out / "results.md").read_text()
+
+
+def test_it_goes_on_where_it_was_killed(run: Run, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = ("--model", model, "--tasks", "gsm8k,humaneval", "--dials", "one-token,exact", "--max-new-tokens", 20)
+    assert run(*command, "--out", out) == 0
+    before = results(out)
+    answers = out / "answers" / "gsm8k.exact.jsonl"
+    first, second = answers.read_text().splitlines()
+    answers.write_text(f"{first}\n{second[:40]}")  # killed in the middle of a line
+    (out / "results.json").unlink()
+    assert run(*command, "--out", out) == 0
+    after = results(out)
+    timing = ("seconds", "tokens_per_second")
+    for row in (*before.values(), *after.values()):
+        for name in timing:
+            row.pop(name)
+    assert before == after
+    assert sorted(answers.read_text().splitlines()) == sorted([first, second])
+    assert [each["answers"] for each in lines(out / "runs.jsonl")][-1:] == [1]  # only what was missing
+    assert len(lines(out / "runs.jsonl")) == 5
+
+
+def test_more_dials_and_items_later(run: Run, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = ("--model", model, "--max-new-tokens", 20, "--out", out)
+    assert run(*command, "--tasks", "gsm8k", "--dials", "one-token", "--limit", 1) == 0
+    assert (
+        run(*command, "--tasks", "gsm8k,ifeval", "--dials", "one-token,exact chain", "--limit", "gsm8k=2,ifeval=1") == 0
+    )
+    assert {key: row["items"] for key, row in results(out).items()} == {
+        ("gsm8k", "one-token"): 2,
+        ("gsm8k", "exact chain"): 2,
+        ("ifeval", "one-token"): 1,
+        ("ifeval", "exact chain"): 1,
+    }
+    assert [each["answers"] for each in lines(out / "runs.jsonl")] == [1, 1, 2, 1, 1]
+
+
+def test_scores_alone_need_no_model(run: Run, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    command = ("--tasks", "gsm8k", "--dials", "one-token", "--max-new-tokens", 20, "--out", out)
+    assert run("--model", model, *command) == 0
+    answers = out / "answers" / "gsm8k.one-token.jsonl"
+    changed = [each | {"text": "The answer is 7."} for each in lines(answers)]
+    answers.write_text("".join(json.dumps(each) + "\n" for each in changed))
+    assert run("--model", "no-such-model", *command, "--score-only") == 0
+    assert results(out)["gsm8k", "one-token"]["score"] == 0.5
+    assert run("--model", "no-such-model", *command, "--dials", "exact", "--score-only") == 2
+    assert "has no answer to 2 items of gsm8k with exact" in capsys.readouterr().err
+
+
+def test_answers_of_different_models_are_not_mixed(
+    run: Run, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    command = ("--model", model, "--tasks", "gsm8k", "--dials", "one-token", "--out", out)
+    assert run(*command, "--max-new-tokens", 20) == 0
+    assert run(*command, "--max-new-tokens", 21) == 2
+    assert "max_new_tokens=20, not 21" in capsys.readouterr().err
+    assert run(*command, "--max-new-tokens", 20, "--dtype", "bfloat16") == 2
+    assert "dtype=float32, not bfloat16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--tasks", "gsm9k"), "--tasks has no 'gsm9k': choose from ifeval"),
+        (("--dials", "sloppy"), "sloppy"),
+        (("--limit", "many"), "--limit must be"),
+        (("--limit", "bbh=3", "--tasks", "gsm8k"), "--limit must be"),
+        (("--max-new-tokens", 0), "--max-new-tokens must be at least 1"),
+        (("--data-dir", "nowhere"), "is no folder"),
+        (("--score-only",), "holds no answers yet"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(
+    arguments: tuple[object, ...], says: str, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--dials", "one-token", "--out", tmp_path / "out", *arguments) == 2
+    said = capsys.readouterr().err
+    assert says in said and said.startswith("error: ") and said.count("\n") == 1
