@@ -187,6 +187,9 @@ def bench(
     max_new_tokens: TokensOption = 256,
     dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: the device's.")] = None,
     min_requests: Annotated[int, typer.Option(help="Fewest requests of a measurement.")] = 16,
+    by_category: Annotated[
+        bool, typer.Option("--by-category", help="Measure each category of the prompts by itself.")
+    ] = False,
 ) -> None:
     """Measure dials and peers side by side: speed, cost of a forward, agreement."""
     from mars.evaluation.bench import bench as run
@@ -204,6 +207,7 @@ def bench(
         dtype=dtype,
         min_requests=min_requests,
         out=out,
+        by_category=by_category,
     )
     rows, files = run(_load(model, adapter, None, dtype).checkpoint, plan)
     Console(width=None if sys.stdout.isatty() else 160).print(terminal(rows))

@@ -223,3 +223,29 @@ def test_bad_input_is_one_clear_line(
     said = capsys.readouterr()
     assert said.out == "" and not (tmp_path / "out.json").exists()
     assert len(said.err.splitlines()) == 1 and says in said.err, said.err
+
+
+def test_categories_are_measured_by_themselves(mars_model: Path, tmp_path: Path, run) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"category": kind, "turns": [text]} for kind, text in (("sums", "abc"), ("songs", "hhh"), ("sums", "de"))]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out.json"
+    asked = ("--model", mars_model, "--dials", "exact", "--batch-sizes", "1,2", "--prompts", prompts, "--out", out)
+    assert run(*asked, "--by-category", *SMALL) == 0
+    found = json.loads(out.read_text())["rows"]
+    assert {(row["category"], row["dial"], row["batch_size"]) for row in found} == {
+        (kind, dial, size) for kind in ("sums", "songs") for dial in ("one-token", "exact") for size in (1, 2)
+    }
+    assert all(row["ratio_to_one_token"] == 1.0 for row in found if row["dial"] == "one-token")
+    assert all(row["same_text"] == 1.0 for row in found)
+    assert "exact, songs" in out.with_suffix(".md").read_text()
+
+
+def test_categories_that_are_not_there(tmp_path: Path, run, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "abc"}\n')
+    asked = ("--dials", "exact", "--batch-sizes", "1", "--out", tmp_path / "out.json", "--by-category")
+    assert run(*asked, "--prompts", prompts) == 2
+    assert "has a category" in capsys.readouterr().err
+    assert run(*asked) == 2
+    assert "needs --prompts" in capsys.readouterr().err

@@ -50,10 +50,10 @@ class _Bench:
         self._checkpoint = checkpoint
         self._plan = plan
         self._prompts = plan.encode(checkpoint)
-        self._length = max(map(len, self._prompts)) + plan.max_new_tokens
+        self._length = max(len(each) for prompts in self._prompts.values() for each in prompts) + plan.max_new_tokens
         self._traffic = Traffic.of(checkpoint)
-        self._one_token: dict[int, Run] = {}
-        """By batch size"""
+        self._one_token: dict[tuple[int, str | None], Run] = {}
+        """By batch size and category"""
         dtype = str(checkpoint.module.dtype).removeprefix("torch.")
         self._facts = {
             "options": plan.options() | {"dtype": dtype},
@@ -61,7 +61,9 @@ class _Bench:
             "bandwidth_bytes_per_second": self._traffic.bandwidth,
         }
         self._bar = bar
-        self._task = bar.add_task("", total=len(plan.batch_sizes) * (len(plan.dials) + len(plan.peers)))
+        self._task = bar.add_task(
+            "", total=len(plan.batch_sizes) * (len(plan.dials) + len(plan.peers)) * len(self._prompts)
+        )
 
     def dials(self) -> None:
         rows = max(self._plan.batch_sizes)
@@ -79,23 +81,26 @@ class _Bench:
                 self._take(peer, batch_size)
 
     def _take(self, contender: Contender, batch_size: int) -> None:
-        """Measure one thing and keep the row."""
-        what = f"{tables.title(contender.label)}, batch size {batch_size}"
-        self._bar.update(self._task, description=what)
-        run = measure(
-            contender,
-            self._prompts,
-            self._checkpoint.device,
-            batch_size=batch_size,
-            requests=self._plan.min_requests,
-            max_new_tokens=self._plan.max_new_tokens,
-        )
-        one_token = self._one_token.setdefault(batch_size, run)  # the first dial of each batch size
-        self.rows.append(to_row(contender, batch_size, run, one_token, self._traffic))
-        self._write()
-        self._bar.advance(self._task)
-        if self._bar.disable:
-            self._bar.console.print(f"{what}: {run.tokens_per_second:,.1f} tokens/s", markup=False, highlight=False)
+        """Measure one thing, on each category by itself where they are apart, and keep the rows."""
+        for category, prompts in self._prompts.items():
+            what = ", ".join(filter(None, (tables.title(contender.label), f"batch size {batch_size}", category)))
+            self._bar.update(self._task, description=what)
+            run = measure(
+                contender,
+                prompts,
+                self._checkpoint.device,
+                batch_size=batch_size,
+                requests=self._plan.min_requests,
+                max_new_tokens=self._plan.max_new_tokens,
+            )
+            one_token = self._one_token.setdefault((batch_size, category), run)  # the first dial's
+            row = to_row(contender, batch_size, run, one_token, self._traffic)
+            self.rows.append(row if category is None else {"category": category, **row})
+            self._write()
+            self._bar.advance(self._task)
+            if self._bar.disable:
+                said = f"{what}: {run.tokens_per_second:,.1f} tokens/s"
+                self._bar.console.print(said, markup=False, highlight=False)
 
     def _write(self) -> None:
         write_whole(self._plan.out, json.dumps(self._facts | {"rows": self.rows}, indent=2) + "\n")

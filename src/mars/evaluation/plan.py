@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -50,8 +50,8 @@ class Plan:
     dtype: str | None
     min_requests: int
     out: Path
-    questions: Sequence[Prompt]
-    """What the prompts file holds, or `PROMPTS`"""
+    questions: Mapping[str | None, Sequence[Prompt]]
+    """What the prompts file holds, or `PROMPTS`; apart by category if each is measured by itself"""
 
     def options(self) -> dict[str, object]:
         """All that was asked for, as JSON knows it."""
@@ -63,15 +63,20 @@ class Plan:
         made_here = self.adapter or brings_adapter(self.model) or self.model == builtin.BASE
         return None if made_here or self.model.endswith(".gguf") else checkpoint.name
 
-    def encode(self, checkpoint: Checkpoint) -> list[list[int]]:
+    def encode(self, checkpoint: Checkpoint) -> dict[str | None, list[list[int]]]:
         """The prompts' tokens; those are left out that leave too little room for an answer."""
-        encoded = [checkpoint.encode(each) for each in self.questions]
         context = checkpoint.context
-        fitting = [each for each in encoded if context is None or len(each) + self.max_new_tokens <= context]
-        if not fitting:
-            raise MarsError(
-                f"no prompt leaves room for {self.max_new_tokens} new tokens: {checkpoint.name} holds {context} in all"
-            )
+        fitting: dict[str | None, list[list[int]]] = {}
+        for category, questions in self.questions.items():
+            encoded = [checkpoint.encode(each) for each in questions]
+            fitting[category] = [
+                each for each in encoded if context is None or len(each) + self.max_new_tokens <= context
+            ]
+            if not fitting[category]:
+                raise MarsError(
+                    f"no prompt {f'of {category} ' if category else ''}leaves room for {self.max_new_tokens} new tokens: "
+                    f"{checkpoint.name} holds {context} in all"
+                )
         return fitting
 
 
@@ -87,6 +92,7 @@ def make_plan(
     dtype: str | None,
     min_requests: int,
     out: Path,
+    by_category: bool = False,
 ) -> Plan:
     """Read the lists, which have commas between their items; raises at the first mistake. Makes ``out``'s folder."""
     for name, number in (("--max-new-tokens", max_new_tokens), ("--min-requests", min_requests)):
@@ -112,8 +118,21 @@ def make_plan(
         dtype=dtype,
         min_requests=min_requests,
         out=_checked(out),
-        questions=PROMPTS if prompts is None else read_prompts(prompts),
+        questions=_questions(prompts, by_category),
     )
+
+
+def _questions(path: Path | None, by_category: bool) -> dict[str | None, Sequence[Prompt]]:
+    if not by_category:
+        return {None: PROMPTS if path is None else read_prompts(path)}
+    if path is None:
+        raise MarsError("--by-category needs --prompts, a file whose rows have a category")
+    apart: dict[str | None, list[Prompt]] = {}
+    for category, prompt in _read(path):
+        if category is None:
+            raise MarsError(f"--by-category: not every row of {path} has a category")
+        apart.setdefault(category, []).append(prompt)
+    return {**apart}
 
 
 def split_dial(text: str) -> tuple[str, str | None]:
@@ -127,13 +146,18 @@ def split_dial(text: str) -> tuple[str, str | None]:
 
 def read_prompts(path: Path) -> list[Prompt]:
     """The openings of a file's chats, and single questions as text, for models that cannot chat."""
+    return [prompt for _, prompt in _read(path)]
+
+
+def _read(path: Path) -> list[tuple[str | None, Prompt]]:
+    """Category and prompt of every row."""
     bad: list[str] = []
-    chats = [row.messages for row in read_rows(path, on_bad_row=bad.append, convert=to_prompt)]
-    if not chats:
+    rows = list(read_rows(path, on_bad_row=bad.append, convert=to_prompt))
+    if not rows:
         raise MarsError(f"{path} has no usable row" + (f": {bad[0]}" if bad else ""))
     if bad:
         Console(stderr=True).print(f"skipped {len(bad)} rows, the first: {bad[0]}", markup=False, soft_wrap=True)
-    return [chat[0]["content"] if len(chat) == 1 else chat for chat in chats]
+    return [(row.category, row.messages[0]["content"] if len(row.messages) == 1 else row.messages) for row in rows]
 
 
 def items_of(option: str, text: str) -> list[str]:

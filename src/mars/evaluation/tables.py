@@ -39,6 +39,10 @@ def title(row: Row) -> str:
     return " ".join(filter(None, (row.get("dial") or row.get("peer"), window)))
 
 
+def _title(row: Row) -> str:
+    return ", ".join(filter(None, (title(row), row.get("category"))))
+
+
 def markdown(rows: Sequence[Row]) -> str:
     lines = [["", *COLUMNS], ["---", *["---:"] * len(COLUMNS)], *_cells(rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -55,9 +59,9 @@ def terminal(rows: Sequence[Row]) -> Table:
 
 
 def _cells(rows: Sequence[Row]) -> list[list[str]]:
-    """By batch size; within one, in the order of measurement."""
-    ordered = sorted(rows, key=lambda row: int(row["batch_size"]))
-    return [[title(row), *(_cell(row, *column) for column in COLUMNS.values())] for row in ordered]
+    """By batch size and category; within these, in the order of measurement."""
+    ordered = sorted(rows, key=lambda row: (int(row["batch_size"]), row.get("category") or ""))
+    return [[_title(row), *(_cell(row, *column) for column in COLUMNS.values())] for row in ordered]
 
 
 def _cell(row: Row, write: Callable[[float], str], keys: Sequence[str]) -> str:

@@ -33,6 +33,8 @@ class Row:
     messages: Chat
     ended: bool = True
     """False (``"ended": false`` in the row): the last answer was cut off, so its end is nothing to learn from"""
+    category: str | None = None
+    """As Spec-Bench has them"""
 
 
 # --- row formats
@@ -127,7 +129,8 @@ def _usable(found: Iterator[Found], on_bad_row: Callable[[str], None], convert: 
     for where, row in found:
         try:
             content = _object(row)
-            found_row = Row(where, convert(content), ended=content.get("ended") is not False)
+            ended, category = content.get("ended") is not False, content.get("category")
+            found_row = Row(where, convert(content), ended, category if isinstance(category, str) else None)
         except MarsError as error:
             on_bad_row(f"{where}: {error}")
         else:
