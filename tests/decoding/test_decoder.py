@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+import mars
 from mars import Dial, MarsError, Sampling
 from mars.decoding import decoder as decoder_module
 from mars.decoding.attention import own_attention
@@ -318,3 +319,10 @@ def test_an_answer_ends_no_sooner_than_asked(checkpoint: Checkpoint, dial: str) 
     assert any(END in answer.token_ids for answer in endless)
     with pytest.raises(MarsError, match="min_new_tokens"):
         answers(checkpoint, [request([1], min_new_tokens=25)])
+
+
+def test_stop_strings_leave_every_forward_its_piece(smollm: mars.Model) -> None:
+    plain, watched = (smollm.generate("Count to ten.", max_new_tokens=24, stop=stop) for stop in ((), ("\N{SNOWMAN}",)))
+    assert plain.forwards < plain.tokens and all(watched.pieces[:-1])
+    assert [len(piece) for piece in watched.pieces] == [len(piece) for piece in plain.pieces]
+    assert watched.text == plain.text

@@ -188,13 +188,7 @@ class Answer:
     @property
     def pieces(self) -> list[str]:
         """Text emitted by each forward so far"""
-        for step in self.steps[len(self._pieces) :]:
-            self._end += step
-            self._spell(self._end)
-            if self._end == len(self.token_ids) and self.finish_reason and not self._stops.hit:
-                self._loose += self._stops.feed(self._detokenizer.flush()) + self._stops.flush()
-            self._pieces.append(self._loose)
-            self._loose = ""
+        self._cut_pieces()
         return self._pieces
 
     @property
@@ -219,6 +213,8 @@ class Answer:
                 break
         self.steps.append(len(self.token_ids) - before)
         self.times.append(time.perf_counter() - self._started)
+        if self._stops:
+            self._cut_pieces()  # while it is known which text is this forward's
         return self.steps[-1]
 
     def commit(
@@ -274,6 +270,15 @@ class Answer:
             draft_forwards=self.draft_forwards,
             spell=lambda: self.pieces,
         )
+
+    def _cut_pieces(self) -> None:
+        for step in self.steps[len(self._pieces) :]:
+            self._end += step
+            self._spell(self._end)
+            if self._end == len(self.token_ids) and self.finish_reason and not self._stops.hit:
+                self._loose += self._stops.feed(self._detokenizer.flush()) + self._stops.flush()
+            self._pieces.append(self._loose)
+            self._loose = ""
 
     def _spell(self, end: int) -> None:
         """Turn the tokens up to ``end`` into text."""

@@ -30,7 +30,7 @@ from mars.evaluation.bench import write_whole
 from mars.evaluation.plan import items_of, split_dial
 from mars.evaluation.provenance import collect, fingerprint
 from mars.evaluation.speed import forget_prompts
-from mars.evaluation.statistics import Z, paired, wilson
+from mars.evaluation.statistics import paired, wilson
 from mars.evaluation.tasks import BENCHMARKS, Chat, Exam, Item, open_exam
 from mars.evaluation.writing import cut, encode, write
 from mars.method.windows import Shape
@@ -230,7 +230,7 @@ class _Folder:
         try:
             with path.open("a", encoding="utf-8") as file, closing(write(model, requests)) as answers:
                 for index, answer in answers:
-                    kept = _kept(items[index], answer, model, with_pieces=written < EXAMPLES)
+                    kept = _kept(items[index], answer, model, with_pieces=items[index] in exam.items[:EXAMPLES])
                     file.write(json.dumps(kept, ensure_ascii=False) + "\n")
                     file.flush()
                     written, tokens = written + 1, tokens + answer.tokens
@@ -363,15 +363,21 @@ def _row(
 
 
 def _averages(rows: Sequence[Mapping[str, Any]], plan: Evaluation) -> list[dict[str, Any]]:
-    """The mean over tasks of every dial; its interval from the spread within each task."""
+    """The mean over tasks of every dial; its interval from theirs."""
     averages = []
     for dial in plan.dials if len(plan.tasks) > 1 else ():
         mine = [row for row in rows if row["dial"] == dial]
         mean = sum(row["score"] for row in mine) / len(mine)
-        half = Z * sqrt(sum(row["score"] * (1 - row["score"]) / row["items"] for row in mine)) / len(mine)
+        half = sqrt(sum(((row["high"] - row["low"]) / 2) ** 2 for row in mine)) / len(mine)
         speed = sum(row["tokens_per_forward"] for row in mine) / len(mine)
         averages.append(
-            {"dial": dial, "score": mean, "low": mean - half, "high": mean + half, "tokens_per_forward": speed}
+            {
+                "dial": dial,
+                "score": mean,
+                "low": max(0.0, mean - half),
+                "high": min(1.0, mean + half),
+                "tokens_per_forward": speed,
+            }
         )
     return averages
 

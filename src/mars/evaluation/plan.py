@@ -73,8 +73,9 @@ class Plan:
                 each for each in encoded if context is None or len(each) + self.max_new_tokens <= context
             ]
             if not fitting[category]:
+                which = f"prompt of {category}" if category else "prompt"
                 raise MarsError(
-                    f"no prompt {f'of {category} ' if category else ''}leaves room for {self.max_new_tokens} new tokens: "
+                    f"no {which} leaves room for {self.max_new_tokens} new tokens: "
                     f"{checkpoint.name} holds {context} in all"
                 )
         return fitting

@@ -1,0 +1,383 @@
+"""``mars report``: what ``mars eval`` and ``mars bench`` wrote, as one page in Markdown and in HTML."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from mars.errors import MarsError
+from mars.evaluation import plots
+from mars.evaluation.page import (
+    Answers,
+    Cell,
+    Line,
+    Page,
+    Picture,
+    Section,
+    Table,
+    count,
+    draw,
+    html,
+    markdown,
+    slug,
+)
+from mars.evaluation.results import (
+    PLAIN,
+    Bench,
+    Checkpoint,
+    Difference,
+    Example,
+    Score,
+    Sources,
+    Speed,
+    TaskScore,
+    model_of,
+    read_all,
+    scores_of,
+)
+from mars.evaluation.statistics import paired
+
+EXACT = "exact"
+TASKS = {
+    "ifeval": "IFEval",
+    "bbh": "BBH",
+    "mmlu_pro": "MMLU-Pro",
+    "gpqa": "GPQA",
+    "gsm8k": "GSM8K",
+    "humaneval": "HumanEval",
+}
+FRONTIER_DIALS = 3
+"""Fewest that make a frontier"""
+EXAMPLE_DIALS = 3
+"""Most whose answers stand beside each other"""
+SURE = 0.05
+TEST = (
+    f"Below it the 95 % interval, items that are better and worse, and p of the exact McNemar test; bold: p < {SURE}."
+)
+
+
+def report(paths: Sequence[Path], out: Path) -> list[Path]:
+    """Write the page and its plots into the folder ``out``; returns the pages."""
+    sources = read_all(paths)
+    makers = (_accuracy, _by_dial, _frontiers, _speed, _categories, _examples)
+    sections = [section for make in makers if (section := make(sources))]
+    page = Page(_facts(sources), list(_summary(sources)), sections, sources.origins)
+    folder = out / "plots"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MarsError(f"the folder {folder} cannot be made: {error.strerror}") from None
+    drawn = {picture.name: draw(picture, folder) for section in sections for picture in section.pictures}
+    pages = {out / "report.md": markdown(page), out / "report.html": html(page, drawn)}
+    for path, text in pages.items():
+        path.write_text(text, encoding="utf-8")
+    return list(pages)
+
+
+# --- accuracy
+
+
+def _accuracy(sources: Sources) -> Section:
+    """Checkpoints beside each other, one token per forward."""
+    checkpoints = [each for each in sources.checkpoints if PLAIN in each.found.plan.dials]
+    head = _head(sources, checkpoints)
+    lines = [Line(each.label, _score_cells(sources, each, PLAIN), each.tags(dial=PLAIN)) for each in checkpoints]
+    tables = [Table("Accuracy", "Score in percent ± half of its 95 % interval.", head, lines)] if lines else []
+    if len(checkpoints) > 1:
+        first, *others = checkpoints
+        lines = [
+            Line(each.label, [_compared(first, each, task) for task in sources.tasks], each.tags(dial=PLAIN))
+            for each in others
+        ]
+        caption = f"Points above or below {first.label} on the same items. {TEST}"
+        tables.append(Table(f"Against {first.label}", caption, head[: len(sources.tasks)], lines))
+    return Section(
+        "Accuracy, one token per forward",
+        "The models themselves, decoded in the ordinary way: no dial is at work.",
+        tables,
+    )
+
+
+def _by_dial(sources: Sources) -> Section:
+    """For each checkpoint with several dials: scores and tokens per forward, and what the dial changes."""
+    tables = []
+    for each in sources.checkpoints:
+        first, *others = each.found.plan.dials
+        if not others:
+            continue
+        head = _head(sources, [each])
+        cuts = [row.cut for row in each.found.rows]
+        caption = (
+            "Score in percent ± half of its 95 % interval; below it, tokens per forward. "
+            f"{_range(cuts)} of a cell's answers hit the limit of {each.found.plan.max_new_tokens} tokens."
+        )
+        lines = [
+            Line(dial, _score_cells(sources, each, dial, with_speed=True), each.tags(dial=dial))
+            for dial in (first, *others)
+        ]
+        tables.append(Table(each.label, caption, head, lines))
+        caption = f"Points above or below {first} on the same items. {TEST} Same: share of answers with the same text."
+        lines = [
+            Line(dial, [_against(each.row(task, dial)) for task in sources.tasks], each.tags(dial=dial))
+            for dial in others
+        ]
+        tables.append(Table(f"{each.label}: against {first}", caption, head[: len(sources.tasks)], lines))
+    return Section(
+        "Accuracy and tokens per forward by dial",
+        "What each setting of the dial gains in tokens, and costs in score.",
+        tables,
+    )
+
+
+def _head(sources: Sources, checkpoints: Sequence[Checkpoint]) -> list[Cell]:
+    """The tasks, with how many items they have, and the average."""
+    head = []
+    for task in sources.tasks:
+        counts = {row.items for each in checkpoints for row in each.found.rows if row.task == task}
+        head.append(Cell(_task(task), notes=[f"{_span(counts)} items"] if counts else ()))
+    return head + [Cell("Average")] * sources.has_averages
+
+
+def _score_cells(sources: Sources, checkpoint: Checkpoint, dial: str, with_speed: bool = False) -> list[Cell]:
+    scores: list[Score | None] = [checkpoint.row(task, dial) for task in sources.tasks]
+    if sources.has_averages:
+        scores.append({score.dial: score for score in checkpoint.found.averages}.get(dial))
+    return [_score_cell(score, with_speed) for score in scores]
+
+
+def _score_cell(score: Score | None, with_speed: bool) -> Cell:
+    if score is None:
+        return Cell()
+    speed = [f"{score.tokens_per_forward:.2f} tok/fwd"] if with_speed else []
+    return Cell(f"{100 * score.score:.1f}", f"± {50 * (score.high - score.low):.1f}", speed)
+
+
+def _compared(first: Checkpoint, other: Checkpoint, task: str) -> Cell:
+    """By the items that both answered."""
+    if not first.row(task, PLAIN) or not other.row(task, PLAIN):
+        return Cell()
+    mine, theirs = scores_of(other, task), scores_of(first, task)
+    both = [item for item in mine if item in theirs]
+    outcome = Difference.model_validate(paired([mine[item] for item in both], [theirs[item] for item in both]))
+    return _difference(outcome, f"{len(both):,} items") if both else Cell()
+
+
+def _against(row: TaskScore | None) -> Cell:
+    return _difference(row.against, f"{row.same_text:.0%} same") if row and row.against else Cell()
+
+
+def _difference(outcome: Difference, note: str) -> Cell:
+    low, high = (_signed(100 * bound) for bound in (outcome.low, outcome.high))
+    p = "p < 0.001" if outcome.p < 0.001 else f"p = {outcome.p:.3f}"
+    notes = [f"{low} to {high}", f"{outcome.better} better, {outcome.worse} worse", f"{p}, {note}"]
+    return Cell(_signed(100 * outcome.difference), notes=notes, is_sure=outcome.p < SURE)
+
+
+def _signed(number: float) -> str:
+    return f"{number:+.1f}".replace("-", "−").replace("+0.0", "0.0").replace("−0.0", "0.0")
+
+
+def _range(shares: Sequence[float]) -> str:
+    return _span({round(100 * share) for share in shares}) + " %"
+
+
+def _span(numbers: set[int]) -> str:
+    return " to ".join(f"{number:,}" for number in sorted({min(numbers), max(numbers)}))
+
+
+def _task(task: str) -> str:
+    return TASKS.get(task, task)
+
+
+# --- accuracy against speed
+
+
+def _frontiers(sources: Sources) -> Section:
+    """Two for every task with enough dials, and for their average: by tokens per forward and by tokens per second."""
+    pictures = []
+    for task in (*[None] * sources.has_averages, *sources.tasks):
+        scored = [(each, each.scores(task)) for each in sources.checkpoints]
+        if max((len(scores) for _, scores in scored), default=0) < FRONTIER_DIALS:
+            continue
+        name = _task(task) if task else f"Average of {len(sources.tasks)} tasks"
+        tags = sorted({tag for each in sources.checkpoints for tag in each.tags(task)})
+        for unit in ("tokens per forward", "tokens per second"):
+            points = [
+                plots.Point(each.label, score.dial, speed, 100 * score.score, 100 * score.low, 100 * score.high)
+                for each, scores in scored
+                for score in scores
+                if (speed := each.speed(task, score.dial, unit)) is not None
+            ]
+            if points:
+                plot = plots.frontier(points, unit)
+                pictures.append(Picture(slug(f"frontier-{name}-{unit}"), f"{name}, by {unit}", tags, plot))
+    return Section(
+        "Accuracy against speed",
+        "Right is faster, up is better. A line is a family of dials, with their settings in small; bars are 95 % "
+        "intervals. The dotted line is the score of one token per forward: what stays on it costs nothing.",
+        pictures=pictures,
+    )
+
+
+# --- speed
+
+
+def _speed(sources: Sources) -> Section:
+    """Tokens per second of dials and peers by batch size, a plot and a table for each bench file."""
+    pictures, tables = [], []
+    for tag, bench in sources.benches:
+        if rows := [row for row in bench.rows if row.category is None]:
+            caption = "Tokens per second; below it, times one-token's, and tokens per forward."
+            cells = {(row.who, row.batch_size): _speed_cell(row) for row in rows}
+            tables.append(_by_batch_size(tag, bench, caption, cells))
+            plot = plots.speed([row.model_dump() for row in rows])
+            pictures.append(Picture(f"speed-{tag}", f"{_subject(bench)}, tokens per second", [tag], plot))
+    return Section(
+        "Speed by batch size",
+        "All requests start together. A peer is another decoder of the same model, measured in the same run.",
+        tables,
+        pictures,
+    )
+
+
+def _categories(sources: Sources) -> Section:
+    """What ``exact`` gains on each kind of prompt."""
+    pictures, tables = [], []
+    for tag, bench in sources.benches:
+        plain = {(row.category, row.batch_size): row.tokens_per_second for row in bench.rows if row.who == PLAIN}
+        if rows := [row for row in bench.rows if row.category is not None and row.who == EXACT]:
+            caption = (
+                "Tokens per second of exact over those of one-token; below it, both, and exact's tokens per forward."
+            )
+            cells = {
+                (str(row.category), row.batch_size): _gain(row, plain.get((row.category, row.batch_size)))
+                for row in rows
+            }
+            tables.append(_by_batch_size(tag, bench, caption, cells))
+            plot = plots.by_category([row.model_dump() for row in rows])
+            pictures.append(Picture(f"categories-{tag}", f"{_subject(bench)}, exact over one-token", [tag], plot))
+    return Section("Speed by kind of prompt", "Each kind is measured on its own prompts alone.", tables, pictures)
+
+
+def _by_batch_size(tag: int, bench: Bench, caption: str, cells: dict[tuple[str, int], Cell]) -> Table:
+    """The cells by their line's title and their batch size."""
+    sizes = sorted({size for _, size in cells})
+    names = dict.fromkeys(name for name, _ in cells)
+    lines = [Line(name, [cells.get((name, size), Cell()) for size in sizes], [tag]) for name in names]
+    prompts = Path(bench.options.prompts).name if bench.options.prompts else "the built-in ones"
+    caption += f" Prompts: {prompts}; up to {bench.options.max_new_tokens:,} new tokens."
+    return Table(_subject(bench), caption, [Cell(f"{size:,}", notes=["at once"]) for size in sizes], lines)
+
+
+def _speed_cell(row: Speed) -> Cell:
+    ratio, gain = f"{row.ratio_to_one_token:.2f} ×", row.tokens_per_forward
+    notes = [] if row.who == PLAIN else [ratio, f"{gain:.2f} tok/fwd"] if gain else [ratio]
+    return Cell(_rate(row.tokens_per_second), notes=notes)
+
+
+def _gain(row: Speed, plain: float | None) -> Cell:
+    rates = " → ".join(_rate(rate) for rate in (plain, row.tokens_per_second) if rate)
+    notes = [f"{rates} tok/s", f"{row.tokens_per_forward or 1:.2f} tok/fwd"]
+    return Cell(f"{row.ratio_to_one_token:.2f} ×", notes=notes)
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.{0 if value >= 100 else 1}f}"
+
+
+def _subject(bench: Bench) -> str:
+    return f"{model_of(bench)}, {bench.options.dtype}, {bench.provenance.machine}"
+
+
+# --- examples
+
+
+def _examples(sources: Sources) -> Section:
+    """For each task the item that most dials show."""
+    shown = []
+    for task in sources.tasks:
+        items: dict[tuple[int, int | str], list[Example]] = defaultdict(list)
+        for number, each in enumerate(sources.checkpoints):
+            for example in each.found.examples:
+                if example.task == task:
+                    items[number, example.item].append(example)
+        (number, item), best = max(items.items(), key=lambda pair: len(pair[1]), default=((0, ""), []))
+        if len(best) > 1:
+            whose = sources.checkpoints[number]
+            pieces = {example.dial: example.pieces for example in best[:EXAMPLE_DIALS]}
+            shown.append(Answers(f"{whose.label}, {_task(task)}, {item}", best[0].prompt, pieces, whose.tags(task)))
+    return Section(
+        "What a forward writes", "The tokens of each forward have one colour; four colours take turns.", answers=shown
+    )
+
+
+# --- the paragraph on top
+
+
+def _facts(sources: Sources) -> str:
+    machines = dict.fromkeys(origin.run.machine for origin in sources.origins)
+    days = sorted({day for origin in sources.origins for day in origin.days})
+    tasks, checkpoints = len(sources.tasks), len(sources.checkpoints)
+    counted = [count(checkpoints, "checkpoint"), count(tasks, "task")] if checkpoints else []
+    return " · ".join([*counted, *machines, *dict.fromkeys(days[:1] + days[-1:])])
+
+
+def _summary(sources: Sources) -> Iterator[str]:
+    """Sentences made of numbers."""
+    whole = {each.label: {score.dial: score for score in each.scores()} for each in sources.checkpoints}
+    plain = [f"{_percent(scores[PLAIN])} for {label}" for label, scores in whole.items() if PLAIN in scores]
+    if plain:
+        of = f"average of {len(sources.tasks)} tasks" if sources.has_averages else f"score on {_task(sources.tasks[0])}"
+        yield f"One token per forward, the {of} is {_and(plain)}."
+    for each in sources.checkpoints:
+        scores = whole[each.label]
+        said = []
+        if EXACT in scores:
+            rows = [row for row in each.found.rows if row.dial == EXACT]
+            same, items = sum(round(row.same_text * row.items) for row in rows), sum(row.items for row in rows)
+            said.append(
+                f"exact writes {scores[EXACT].tokens_per_forward:.2f} tokens per forward on average over "
+                f"{count(len(rows), 'task')}, with the same answers on {same:,} of {items:,} items"
+            )
+        fastest = max(scores.values(), key=lambda score: score.tokens_per_forward)
+        if fastest.dial not in (PLAIN, EXACT):
+            speed = f"{fastest.tokens_per_forward:.2f} tokens per forward"
+            said.append(f"{fastest.dial} writes the most, {speed}, at {_percent(fastest)}")
+        if said:
+            yield f"{each.label}: {'; '.join(said)}."
+    for _, bench in sources.benches:
+        yield from _speed_summary(bench)
+
+
+def _speed_summary(bench: Bench) -> Iterator[str]:
+    """``exact`` and the fastest peer at the smallest and the largest batch size; kinds of prompt at the smallest."""
+    where = f"{model_of(bench)} on {bench.provenance.machine}"
+    sizes = sorted({row.batch_size for row in bench.rows})
+    ends = list(dict.fromkeys((sizes[0], sizes[-1])))
+    whole = {(row.who, row.batch_size): row for row in bench.rows if row.category is None}
+    mine = [whole[EXACT, size] for size in ends if (EXACT, size) in whole]
+    peers = [row for row in whole.values() if row.peer and row.batch_size == ends[0]]
+    if mine:
+        rates = [_rate(row.tokens_per_second) for row in mine]
+        ratios = [f"{row.ratio_to_one_token:.2f}" for row in mine]
+        said = f"exact writes {_and(rates)} tokens per second, {_and(ratios)} times one-token's"
+        if peers:
+            best = max(peers, key=lambda row: row.tokens_per_second).who
+            rates = [_rate(whole[best, size].tokens_per_second) for size in ends if (best, size) in whole]
+            said += f"; the fastest peer, {best}, writes {_and(rates)}"
+        yield f"{where}, {_and([f'{size:,}' for size in ends])} requests at once: {said}."
+    kinds = [row for row in bench.rows if row.category and (row.who, row.batch_size) == (EXACT, ends[0])]
+    if kinds:
+        kinds.sort(key=lambda row: row.ratio_to_one_token)
+        low, high = (f"{row.ratio_to_one_token:.2f} ({row.category})" for row in (kinds[0], kinds[-1]))
+        asked = f"{count(len(kinds), 'kind')} of prompt, {count(ends[0], 'request')} at once"
+        yield f"{where}, {asked}: exact is {low} to {high} times as fast as one-token."
+
+
+def _percent(score: Score) -> str:
+    return f"{100 * score.score:.1f}\N{NO-BREAK SPACE}%"
+
+
+def _and(parts: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))

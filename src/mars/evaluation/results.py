@@ -1,0 +1,277 @@
+"""What ``mars eval`` and ``mars bench`` wrote, read and checked for a report."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from mars.errors import MarsError
+from mars.evaluation.tables import title
+
+PLAIN = "one-token"
+
+
+class Run(BaseModel):
+    command: str
+    commit: str
+    date: str
+    machine: str
+    versions: dict[str, str]
+    task: str | None = None
+    dial: str | None = None
+
+
+class Score(BaseModel):
+    dial: str
+    score: float
+    low: float
+    high: float
+    tokens_per_forward: float
+
+
+class Difference(BaseModel):
+    better: int
+    worse: int
+    difference: float
+    low: float
+    high: float
+    p: float
+
+
+class TaskScore(Score):
+    task: str
+    items: int
+    tokens_per_second: float | None
+    cut: float
+    same_text: float
+    against: Difference | None
+
+
+class Example(BaseModel):
+    task: str
+    item: int | str
+    dial: str
+    prompt: str | None
+    pieces: list[str]
+
+
+class Plan(BaseModel):
+    name: str
+    tasks: list[str]
+    dials: list[str]
+    max_new_tokens: int
+    block_size: int | None
+
+
+class Weights(BaseModel):
+    name: str
+    hash: str
+    block_size: int | None
+
+
+class Evaluation(BaseModel):
+    plan: Plan
+    model: Weights
+    rows: list[TaskScore]
+    averages: list[Score] = []
+    examples: list[Example]
+    runs: list[Run]
+
+
+class Speed(BaseModel):
+    dial: str | None = None
+    peer: str | None = None
+    window: str | None
+    batch_size: int
+    tokens_per_second: float
+    tokens_per_forward: float | None
+    ratio_to_one_token: float
+    category: str | None = None
+
+    @property
+    def who(self) -> str:
+        return title(self.model_dump())
+
+
+class BenchOptions(BaseModel):
+    model: str
+    adapter: str | None
+    dials: list[str]
+    batch_sizes: list[int]
+    peers: list[str]
+    prompts: str | None
+    max_new_tokens: int
+    dtype: str
+
+
+class Bench(BaseModel):
+    options: BenchOptions
+    provenance: Run
+    rows: list[Speed]
+
+
+@dataclass(slots=True)
+class Origin:
+    """Runs of one command in one place, with the same versions of everything."""
+
+    number: int
+    model: str
+    run: Run
+    days: set[str] = field(default_factory=set)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        versions = ", ".join(f"{name} {version}" for name, version in self.run.versions.items())
+        days = " to ".join(sorted({min(self.days), max(self.days)}))
+        return {
+            "command": self.run.command,
+            "commit": self.run.commit,
+            "model": self.model,
+            "machine": self.run.machine,
+            "versions": versions,
+            "date": days,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A folder of ``mars eval``."""
+
+    label: str
+    folder: Path
+    found: Evaluation
+    origins: dict[tuple[str | None, str | None], set[int]]
+    """By task and dial"""
+
+    def row(self, task: str, dial: str) -> TaskScore | None:
+        return next((row for row in self.found.rows if (row.task, row.dial) == (task, dial)), None)
+
+    def scores(self, task: str | None = None) -> Sequence[Score]:
+        """Of a task, or on average: one for each dial."""
+        return [row for row in self.found.rows if row.task == task] if task else self.found.averages or self.found.rows
+
+    def speed(self, task: str | None, dial: str, unit: str) -> float | None:
+        """Of a task, or on average, in ``tokens per forward`` or ``tokens per second``."""
+        rows = [row for row in self.found.rows if row.dial == dial and task in (None, row.task)]
+        known = [value for row in rows if (value := getattr(row, unit.replace(" ", "_"))) is not None]
+        return sum(known) / len(known) if known else None
+
+    def tags(self, task: str | None = None, dial: str | None = None) -> list[int]:
+        """Of a task, a dial, or all."""
+        fitting = (tags for key, tags in self.origins.items() if task in (None, key[0]) and dial in (None, key[1]))
+        return sorted(set[int]().union(*fitting))
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    checkpoints: Sequence[Checkpoint]
+    benches: Sequence[tuple[int, Bench]]
+    """With their tags"""
+    origins: Sequence[Origin]
+
+    @property
+    def tasks(self) -> list[str]:
+        return list(dict.fromkeys(task for each in self.checkpoints for task in each.found.plan.tasks))
+
+    @property
+    def has_averages(self) -> bool:
+        return any(each.found.averages for each in self.checkpoints)
+
+
+def read_all(paths: Sequence[Path]) -> Sources:
+    """Read the sources, and number where their numbers come from."""
+    places = [path.parent if path.name == "results.json" else path for path in paths]
+    evaluations: dict[Path, Evaluation] = {}
+    benches: list[tuple[int, Bench]] = []
+    origins: dict[tuple[object, ...], Origin] = {}
+    tags: dict[Path, dict[tuple[str | None, str | None], set[int]]] = {}
+
+    def cite(place: Path, run: Run, model: str) -> int:
+        key = (place, run.command, run.commit, run.machine, *run.versions.items())
+        origin = origins.setdefault(key, Origin(len(origins) + 1, model, run))
+        origin.days.add(run.date[:10])
+        return origin.number
+
+    for number, place in enumerate(places):
+        if not place.exists():
+            raise MarsError(f"there is no {place}")
+        if any(place.samefile(other) for other in places[:number]):
+            raise MarsError(f"{place} is given twice")
+        if place.is_dir():
+            evaluation = evaluations[place] = _read_evaluation(place)
+            mine = tags[place] = defaultdict(set)
+            for run in evaluation.runs:
+                mine[run.task, run.dial].add(cite(place, run, f"{evaluation.model.name}, {evaluation.model.hash}"))
+        else:
+            bench = _read_bench(place)
+            benches.append((cite(place, bench.provenance, model_of(bench)), bench))
+    labels = _labels(evaluations)
+    checkpoints = [Checkpoint(labels[place], place, each, tags[place]) for place, each in evaluations.items()]
+    return Sources(checkpoints, benches, list(origins.values()))
+
+
+def _labels(evaluations: dict[Path, Evaluation]) -> dict[Path, str]:
+    """The checkpoints' names, with block sizes or folders where these are needed to tell them apart."""
+    names = {place: each.plan.name for place, each in evaluations.items()}
+    sizes = {
+        place: f"{each.plan.name}, B = {each.plan.block_size or each.model.block_size}"
+        for place, each in evaluations.items()
+    }
+    folders = {place: f"{each.plan.name}, {place}" for place, each in evaluations.items()}
+    return next(each for each in (names, sizes, folders) if len(set(each.values())) == len(each))
+
+
+def model_of(bench: Bench) -> str:
+    return " with ".join(filter(None, (bench.options.model, bench.options.adapter)))
+
+
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+def _read(kind: type[Kind], file: Path, command: str) -> Kind:
+    try:
+        return kind.model_validate_json(file.read_bytes())
+    except OSError as error:
+        raise MarsError(f"{file} cannot be read: {error.strerror}; give what `{command}` wrote") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            raise MarsError(f"{file} is no whole JSON file: {first['msg']}") from None
+        where = ".".join(map(str, first["loc"]))
+        raise MarsError(f"{file} is not what `{command}` writes: {where}: {first['msg']}") from None
+
+
+def _read_evaluation(folder: Path) -> Evaluation:
+    found = _read(Evaluation, folder / "results.json", "mars eval")
+    there, planned = len(found.rows), len(found.plan.tasks) * len(found.plan.dials)
+    if there < max(planned, 1):
+        raise MarsError(f"{folder} is half: it has {there} of {planned} scores; run `mars eval` again")
+    return found
+
+
+def _read_bench(file: Path) -> Bench:
+    found = _read(Bench, file, "mars bench")
+    asked = found.options
+    categories = {row.category for row in found.rows} or {None}
+    there, planned = len(found.rows), len(asked.batch_sizes) * (len(asked.dials) + len(asked.peers)) * len(categories)
+    if there < planned:
+        raise MarsError(f"{file} is half: it has {there} of {planned} measurements; run `mars bench` again")
+    return found
+
+
+def scores_of(checkpoint: Checkpoint, task: str) -> dict[int | str, float]:
+    """Of every item, one token per forward."""
+    file = checkpoint.folder / "samples" / f"{task}.{PLAIN}.jsonl"
+    try:
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
+        return {line["item"]: float(line["score"]) for line in lines}
+    except OSError as error:
+        raise MarsError(f"{checkpoint.folder} is half: {file} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise MarsError(f"{file} is not what `mars eval` writes: each line needs an item and its score") from None
