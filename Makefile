@@ -9,7 +9,7 @@ demo: $(VENV)/.installed  ## install, fetch the built-in model, show what MARS d
 	$(BIN)/mars demo
 
 test: lint  ## lint, type-check, check the import layers, run the tests
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
