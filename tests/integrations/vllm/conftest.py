@@ -1,0 +1,49 @@
+"""The built-in model as a checkpoint that vLLM reads, and vLLM with and without the plugin."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+
+import pytest
+
+from mars.models import load_checkpoint, save_checkpoint
+
+collect_ignore = [] if find_spec("vllm") else ["test_arguments.py", "test_plugin.py"]
+MARS: dict[str, Any] = {"speculative_config": {"method": "mars"}}
+SEQUENCES = 16
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "smollm2"
+    save_checkpoint(load_checkpoint("smollm2-135m", dtype="float32", device="cpu"), folder)
+    return folder
+
+
+@contextmanager
+def engine(model: Path, **options: Any) -> Iterator[Any]:
+    """vLLM in float32, with prompts read in pieces and the beginnings of prompts shared."""
+    from vllm import LLM
+
+    shared = {
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_seqs": SEQUENCES,
+        "max_num_batched_tokens": 128,
+        "enforce_eager": True,
+        "enable_prefix_caching": True,
+        "disable_log_stats": False,
+        "seed": 0,
+    }
+    llm = LLM(model=str(model), **shared | options)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()

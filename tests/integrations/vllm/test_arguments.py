@@ -1,0 +1,65 @@
+"""What the method takes, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mars.errors import MarsError
+
+
+def config(model: Path, **options: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    asked = {"speculative_config": {"method": "mars"}, "max_model_len": 256, "dtype": "float32", **options}
+    return EngineArgs(model=str(model), **asked).create_engine_config()
+
+
+def test_what_vllm_is_told(model: Path) -> None:
+    found = config(model)
+    assert found.speculative_config.num_speculative_tokens == 6
+    assert found.additional_config["mars"] == {"mask": 16, "masks": 3, "dial": "exact", "windows": {}}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"speculative_config": {"method": "mars", "colour": 1}}, "has no 'colour' for mars"),
+        ({"speculative_config": {"method": "mars", "masks": 4}}, "masks go from 1 to 3"),
+        ({"speculative_config": {"method": "mars", "windows": 4}}, "windows must be"),
+        ({"speculative_config": {"method": "mars", "dial": "sloppy"}}, "unknown dial"),
+        ({"speculative_config": {"method": "mars", "dial": "threshold:margin=0.5"}}, "by probability"),
+        ({"worker_extension_cls": "other.Extension"}, "--worker-extension-cls"),
+    ],
+)
+def test_what_is_refused(model: Path, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(MarsError, match=says):
+        config(model, **options)
+
+
+def test_a_model_that_was_not_trained(model: Path, tmp_path: Path) -> None:
+    import json
+    import shutil
+
+    plain = tmp_path / "plain"
+    shutil.copytree(model, plain)
+    path = plain / "generation_config.json"
+    settings = json.loads(path.read_text())
+    settings.pop("mars")
+    path.write_text(json.dumps(settings))
+    with pytest.raises(MarsError, match="no MARS settings"):
+        config(plain)
+
+
+@pytest.mark.parametrize("version", ["0.23.1", "0.33.0", "1.0"])
+def test_other_versions(version: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.__version__", version)
+    with pytest.raises(MarsError, match=f"0.24 to 0.32, and this is {version}"):
+        config(model)
+
+
+def test_without_the_method_nothing_changes(model: Path) -> None:
+    found = config(model, speculative_config=None)
+    assert found.speculative_config is None and not found.additional_config
