@@ -13,7 +13,7 @@ import mars
 from tests.serving.conftest import MODEL
 
 lm_eval = pytest.importorskip("lm_eval")
-pytest.importorskip("aiohttp")  # lm-eval[api]
+pytest.importorskip("tenacity")  # lm-eval[api]
 
 from lm_eval.tasks import TaskManager  # noqa: E402
 
