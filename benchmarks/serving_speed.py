@@ -131,7 +131,8 @@ def main() -> None:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         found["engine"] = pool.submit(directly, args.model, args.dtype, chats, *shared).result()
     http = partial(through_http, chats=chats, at_once=args.at_once, limit=args.max_new_tokens, processes=args.processes)
-    with mars_serve("--model", args.model, "--rows", args.at_once, "--dial", "exact", "--log-level", "warning") as ours:
+    options = ("--model", args.model, "--rows", args.at_once, "--dial", "exact", "--warm-up", "greedy")
+    with mars_serve(*options, "--log-level", "warning") as ours:
         found["mars serve"] = http(ours.address, args.model)
     with ExitStack() as stack:
         if args.peer:
@@ -144,8 +145,8 @@ def main() -> None:
             found["vllm serve"] = http("http://127.0.0.1:8123", args.model)
     show(found)
     if args.out:
-        options = {key: str(value) for key, value in vars(args).items()}
-        args.out.write_text(json.dumps({"provenance": collect(), "options": options, "found": found}, indent=2) + "\n")
+        asked = {key: str(value) for key, value in vars(args).items()}
+        args.out.write_text(json.dumps({"provenance": collect(), "options": asked, "found": found}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

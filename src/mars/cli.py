@@ -308,6 +308,10 @@ def serve(
     target_wait: Annotated[
         float, typer.Option("--target-wait", min=1e-6, help="With --dial auto: most seconds to the first token.")
     ] = 1.0,
+    warm_up: Annotated[
+        Literal["all", "greedy"],
+        typer.Option("--warm-up", help="What a GPU is made ready for; greedy starts sooner."),
+    ] = "all",
     log_level: Annotated[
         Literal["debug", "info", "warning"], typer.Option("--log-level", help="Of the log, whose lines are JSON.")
     ] = "info",
@@ -341,6 +345,7 @@ def serve(
             target=Target(target_token, target_wait),
             log_level=log_level,
             log_prompts=log_prompts,
+            warm_up=warm_up,
         )
     )
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import uvicorn
 from rich.console import Console
@@ -46,6 +47,7 @@ class Serving:
     target: Target
     log_level: str
     log_prompts: bool
+    warm_up: Literal["all", "greedy"]
 
 
 def run(serving: Serving) -> None:
@@ -77,6 +79,7 @@ async def _serve(serving: Serving, rules: Rules) -> None:
             rows=serving.rows,
             memory=serving.memory,
             max_waiting=serving.max_waiting,
+            warm_up=serving.warm_up,
         )
     )
     backend.dial = serving.dial

@@ -6,7 +6,7 @@ import signal
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 from mars.decoding.grammar import lexicon_of
 from mars.decoding.request import Answer
@@ -33,6 +33,8 @@ class EngineOptions:
     memory: int | float | None = None
     max_waiting: int | None = None
     """More than so many besides those that run are refused; the server sees to that"""
+    warm_up: Literal["all", "greedy"] = "all"
+    """What a GPU is made ready for before the first request comes"""
 
 
 def run(connection: Connection, options: EngineOptions) -> None:
@@ -65,7 +67,7 @@ class Worker:
             lexicon_of(checkpoint)
         self._connection = connection
         self._engine = Engine(checkpoint, rows=options.rows, memory=options.memory)
-        for done, total in self._engine.warm_up(sampled=True):
+        for done, total in self._engine.warm_up(sampled=options.warm_up == "all"):
             self._say(WarmingUp(done, total))
         self._open: dict[int, _Open] = {}
         self._gauges = Gauges()
