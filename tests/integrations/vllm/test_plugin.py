@@ -77,6 +77,27 @@ def test_the_same_text(llm: Any, expected: dict[str, Any], count: int) -> None:
     assert after["accepted"] == after["agreed"] <= after["drafts"]
 
 
+def test_as_many_tokens_per_forward_as_our_engine(llm: Any, model: Path) -> None:
+    """But for the forward that reads the end of a prompt, which has no masks here."""
+    from vllm import SamplingParams
+
+    import mars
+
+    prompts = [
+        list(llm.get_tokenizer().apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+        for chat in chats(4)
+    ]
+    before = state(llm)
+    params = SamplingParams(temperature=0.0, max_tokens=160, ignore_eos=True)
+    answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    forwards = state(llm)["forwards"] - before["forwards"] - len(prompts)
+    ours = mars.load(model, dtype="float32").generate(
+        prompts, dial="exact", window="chain", max_new_tokens=160, ignore_end=True
+    )
+    assert [list(each.outputs[0].token_ids) for each in answers] == [each.token_ids for each in ours]
+    assert forwards == pytest.approx(sum(each.forwards for each in ours), rel=0.02)
+
+
 def test_penalties_and_stops(llm: Any, expected: dict[str, Any]) -> None:
     assert write(llm, 4, repetition_penalty=1.3, presence_penalty=0.5) == expected["penalties"]
     assert write(llm, 4, stop=["3", "return"], min_tokens=4) == expected["stop"]
