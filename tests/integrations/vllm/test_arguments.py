@@ -29,8 +29,10 @@ def test_what_vllm_is_told(model: Path) -> None:
         ({"speculative_config": {"method": "mars", "colour": 1}}, "has no 'colour' for mars"),
         ({"speculative_config": {"method": "mars", "masks": 4}}, "masks go from 1 to 3"),
         ({"speculative_config": {"method": "mars", "windows": 4}}, "windows must be"),
+        ({"speculative_config": {"method": "mars", "windows": {"many": 1}}}, "windows must be"),
         ({"speculative_config": {"method": "mars", "dial": "sloppy"}}, "unknown dial"),
         ({"speculative_config": {"method": "mars", "dial": "threshold:margin=0.5"}}, "by probability"),
+        ({"speculative_config": {"method": "mars", "dial": ["exact"]}}, "a dial is text"),
         ({"worker_extension_cls": "other.Extension"}, "--worker-extension-cls"),
     ],
 )

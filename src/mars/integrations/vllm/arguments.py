@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 from transformers import GenerationConfig
@@ -54,7 +54,7 @@ def translate(arguments: Any) -> None:
     most = settings.block_size - 1
     masks = _whole("masks", asked.get("masks", most), 1, most)
     windows = asked.get("windows", {})
-    if not isinstance(windows, dict):
+    if not isinstance(windows, dict) or not all(str(rows).isdecimal() for rows in windows):
         raise MarsError('windows must be such as {"32": 2, "128": 0}: masks from so many requests on')
     ours = {
         "mask": settings.mask_token_id,
@@ -101,6 +101,12 @@ def parse_dial(text: Any) -> Dial:
     """A dial that can be followed here."""
     if not isinstance(text, str):
         raise MarsError(f"a dial is text such as relaxed=0.3, not {text!r}")
+    return _parse(text)
+
+
+@cache
+def _parse(text: str) -> Dial:
+    """Asked for every row of every step, so each is read once."""
     dial = Dial.parse(text)
     if dial.measure != "probability":
         raise MarsError(f"{dial} is not known to the plugin: threshold goes by probability here")

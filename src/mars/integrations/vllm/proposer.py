@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mars.errors import MarsError
-from mars.integrations.vllm.arguments import METHOD
+from mars.integrations.vllm.arguments import METHOD, parse_dial
 from mars.integrations.vllm.windows import drafts_in, next_window
 from mars.method.dials import Dial
 
@@ -141,7 +141,7 @@ class Proposer:
         """A request's own, or the server's. Where likelihoods are asked for, every token is checked."""
         sampling = runner.requests[request].sampling_params
         asked = (sampling.extra_args or {}).get("dial")
-        dial = self.dial if asked is None else Dial.parse(asked)
+        dial = self.dial if asked is None else parse_dial(asked)
         checks = sampling.logprobs is not None
         return Dial("exact") if checks and dial.kind in ("relaxed", "threshold") else dial
 
