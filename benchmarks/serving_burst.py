@@ -2,7 +2,7 @@
 
     python benchmarks/serving_burst.py --floor threshold=0.5 --rate 0.4 --burst-rate 2 --out burst.json
 
-Requests arrive at random (Poisson) with ``--rate`` per second, and with ``--burst-rate`` in the middle third. Servers:
+Requests arrive at random (Poisson) with ``--rate`` per second, and with ``--burst-rate`` from ``--burst`` on. Servers:
 ``--dial exact``; ``--dial auto`` with the floor; ``--dial auto`` without one. Times are those of the requests that came
 in the burst. ``--trace`` keeps the arrivals, which the tests of the governor replay.
 """
@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import random
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,30 +40,39 @@ def arrivals(args: argparse.Namespace) -> list[Arrival]:
     prompts = list(PROMPTS) if args.prompts is None else read_prompts(args.prompts)
     found = list[Arrival]()
     while True:
-        in_burst = args.seconds / 3 <= now < args.seconds * 2 / 3
+        in_burst = args.burst[0] <= now < args.burst[1]
         now += draw.expovariate(args.burst_rate if in_burst else args.rate)
         if now >= args.seconds:
             return found
         prompt, limit = draw.choice(prompts), draw.randint(args.max_new_tokens // 2, args.max_new_tokens)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         body = {"model": args.model, "messages": messages, "temperature": 0, "max_tokens": limit}
-        found.append(Arrival(now, body, args.seconds / 3 <= now < args.seconds * 2 / 3))
+        found.append(Arrival(now, body, args.burst[0] <= now < args.burst[1]))
 
 
-def replay(server: Server, coming: Sequence[Arrival]) -> list[Streamed]:
-    stream(server.address, coming[0].body)  # what is slow the first time is not theirs
-    start = time.perf_counter()
-
+def _clients(address: str, start: float, coming: Sequence[Arrival]) -> list[Streamed]:
     def ask(arrival: Arrival) -> Streamed:
-        time.sleep(max(0.0, start + arrival.at - time.perf_counter()))
-        return stream(server.address, arrival.body)
+        time.sleep(max(0.0, start + arrival.at - time.time()))
+        return stream(address, arrival.body)
 
     with ThreadPoolExecutor(len(coming)) as threads:
         return list(threads.map(ask, coming))
 
 
-def measure(server: Server, coming: Sequence[Arrival]) -> dict[str, Any]:
-    seen = replay(server, coming)
+def replay(server: Server, coming: Sequence[Arrival], processes: int) -> list[Streamed]:
+    """The answers, in the order of arrival."""
+    stream(server.address, coming[0].body)  # what is slow the first time is not theirs
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for each in [pool.submit(time.sleep, 1) for _ in range(processes)]:
+            each.result()  # all of them have started
+        start = time.time() + 1
+        shares = [pool.submit(_clients, server.address, start, coming[first::processes]) for first in range(processes)]
+        seen = [share.result() for share in shares]
+    return [seen[number % processes][number // processes] for number in range(len(coming))]
+
+
+def measure(server: Server, coming: Sequence[Arrival], processes: int) -> dict[str, Any]:
+    seen = replay(server, coming, processes)
     burst = [each for each, arrival in zip(seen, coming, strict=True) if arrival.in_burst]
     weights = [each.tokens for each in seen]
     agreement = sum((each.figures or {})["agreement"] * each.tokens for each in seen) / sum(weights)
@@ -90,11 +100,13 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=0.4)
     parser.add_argument("--burst-rate", type=float, default=2.0)
     parser.add_argument("--seconds", type=float, default=90)
+    parser.add_argument("--burst", type=float, nargs=2, default=(30, 60), metavar=("FROM", "TO"), help="in seconds")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--target-token", type=float, default=0.05)
     parser.add_argument("--target-wait", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=1, help="that the clients are divided among")
     parser.add_argument("--prompts", type=Path, help="JSON lines; by default a few questions")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--out", type=Path)
@@ -105,7 +117,7 @@ def main() -> None:
     found = {}
     for name, options in servers.items():
         with mars_serve("--model", args.model, "--rows", args.rows, "--warm-up", "greedy", *options) as server:
-            found[name] = measure(server, coming)
+            found[name] = measure(server, coming, args.processes)
     table = Table("", "ms per token, p50", "p99", "ms to the first, p50", "p99", "agreement", "moves")
     for name, each in found.items():
         times = [each[key][part] for key in ("per_token", "first_token") for part in ("p50_ms", "p99_ms")]

@@ -73,7 +73,7 @@ class Simulation:
             if now >= look + TICK:
                 wait = max((now - each.at for each in waiting), default=0.0)
                 seen = spent / written * (1 + draw.uniform(-self.noise, self.noise)) if written else None
-                load = Load(len(running), seen, wait)
+                load = Load(len(running), seen, int(written), wait)
                 if self.governor.observe(load, now):
                     self.moves.append((now, str(self.governor.dial)))
                 look, spent, written = now, 0.0, 0.0
@@ -132,6 +132,15 @@ def test_a_steady_load_does_not_make_it_swing(rate: float) -> None:
     assert simulation.turns() <= 8, simulation.moves
     late = [when for when, _ in simulation.moves if when > 300]
     assert len(late) <= 4, simulation.moves
+
+
+def test_where_many_tokens_are_written_a_burst_is_met_at_once() -> None:
+    steps = ladder(Dial("exact"), Dial.parse("relaxed=0.3"))
+    simulation = Simulation(Governor(steps, Target(0.00068)), SPEEDS, base=0.0008, per_row=0.00007)
+    simulation.run([*steady(5, 40, tokens=200), *steady(100, 20, start=10, tokens=200)])
+    assert [dial for _, dial in simulation.moves] == ["relaxed=0.65", "relaxed=0.3", "relaxed=0.65", "exact"]
+    assert 10 < simulation.moves[0][0] < simulation.moves[1][0] < 11
+    assert simulation.moves[2][0] > 30, "the burst ends there"
 
 
 def test_light_load_stays_exact() -> None:

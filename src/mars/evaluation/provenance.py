@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -27,7 +28,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 def collect() -> dict[str, object]:
     return {
-        "command": " ".join(sys.argv),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),

@@ -17,12 +17,14 @@ from mars.method.dials import Dial
 from mars.serving.backend import Backend
 from mars.serving.messages import FromEngine, News
 
-TICK = 0.25
+TICK = 0.1
 """Seconds between two looks at the load"""
 PATIENCE = 2.0
 """Seconds that it must be too slow before the dial is turned"""
 TRIAL = 3.0
 """Seconds that a dial is tried for, at least"""
+ENOUGH = 1000
+"""Tokens that tell as much as those times: where many are written, nobody need wait"""
 CALM_SECONDS = 5.0
 """Seconds that a stricter dial must have been fast enough before it is taken again; twice as many whenever that turns
 out to have been too soon, by a move the other way within `REGRET_SECONDS`"""
@@ -34,7 +36,9 @@ GAIN = 0.9
 """What a dial must be to be called faster: this much of the other's time"""
 MEMORY_SECONDS = 300.0
 """What was seen of a dial longer ago does not count: other texts are other speeds"""
-WEIGHT = 0.05
+LOOKS = 8
+"""That it takes to judge a dial: one is noisy"""
+WEIGHT = 0.02
 """Of the newest look in an average, once there are many"""
 
 
@@ -68,6 +72,7 @@ class Load:
     running: int
     per_token: float | None
     """Seconds that a token took, over all requests; None: nothing was written"""
+    tokens: int = 0
     wait: float = 0.0
     """Seconds that the request without a first token has waited which came first"""
 
@@ -85,7 +90,11 @@ class Governor:
     _in_vain: dict[int, float] = field(default_factory=dict)
     """Rung: when it was found to be no faster than a stricter one"""
     _moved: float = float("-inf")
+    _written: int = 0
+    """Tokens since then"""
     _late_since: float | None = None
+    _late_tokens: int = 0
+    """Tokens since then"""
     _calm_since: float | None = None
     _calm_seconds: float = CALM_SECONDS
     _returned: float = float("-inf")
@@ -97,21 +106,25 @@ class Governor:
 
     def observe(self, load: Load, now: float) -> bool:
         """Look at the load; returns whether the dial is another one now."""
-        if load.per_token is not None and now - self._moved >= TRIAL / 3:  # not what the last dial wrote
+        settled = now - self._moved >= TRIAL / 3 or self._written >= ENOUGH  # else the last dial wrote some of it
+        if load.per_token is not None and settled:
             self._learn(load.running, load.per_token, now)
+        self._written += load.tokens
         target = self.target
         late = (load.per_token or 0.0) > target.per_token or load.wait > target.wait
-        if late:
-            self._late_since = self._late_since or now
+        if late and self._late_since is None:
+            self._late_since, self._late_tokens = now, 0
+        elif late:
+            self._late_tokens += load.tokens
         elif load.per_token is not None or not load.running:  # else nobody knows
             self._late_since = None
         calm = self.rung > 0 and not late and self._expected(load, now) < CALM * target.per_token
         self._calm_since = (self._calm_since or now) if calm and load.wait < CALM * target.wait else None
-        if now - self._moved < TRIAL:
+        if now - self._moved < TRIAL and self._written < ENOUGH:
             return False
         if (better := self._better(now)) is not None:
             return self._move(better, now)
-        if self._late_since is not None and now - self._late_since >= PATIENCE:
+        if self._late_since is not None and (now - self._late_since >= PATIENCE or self._late_tokens >= ENOUGH):
             return self._loosen(now)
         if self._calm_since is not None and now - self._calm_since >= self._calm_seconds:
             self._returned = now
@@ -155,7 +168,7 @@ class Governor:
         if rung == 0:
             return 1.0
         share = self._shares[rung]
-        return share.value if now - share.when < MEMORY_SECONDS else None
+        return share.value if share.count >= LOOKS and now - share.when < MEMORY_SECONDS else None
 
     def _strict_seconds(self, running: int) -> float | None:
         """What a token takes with the strictest dial: on the line between the nearest numbers of requests seen."""
@@ -169,7 +182,7 @@ class Governor:
         return near + max(0.0, slope) * (running - seen[0])
 
     def _move(self, rung: int, now: float) -> bool:
-        self.rung, self._moved, self._late_since, self._calm_since = rung, now, None, None
+        self.rung, self._moved, self._written, self._late_since, self._calm_since = rung, now, 0, None, None
         return True
 
 
@@ -194,8 +207,9 @@ class Meter:
     def read(self) -> Load:
         """What was seen since it was last read."""
         per_token = self._spent / self._written if self._written else None
+        load = Load(self._backend.gauges.running, per_token, self._written, self._backend.longest_wait)
         self._spent, self._written = 0.0, 0
-        return Load(self._backend.gauges.running, per_token, self._backend.longest_wait)
+        return load
 
     def _hear(self, message: FromEngine) -> None:
         if not isinstance(message, News):
