@@ -1,4 +1,7 @@
-"""A server in a process of its own, and clients that read streams from it; shared by the serving benchmarks."""
+"""A server in a process of its own, and clients in others that read streams from it; shared by the serving benchmarks.
+
+As a script, it is one of those processes: it needs nothing but the standard library, so it starts at once.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -102,7 +106,53 @@ def stream(address: str, body: dict[str, Any]) -> Streamed:
     return seen
 
 
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Requests of one client, one after the other."""
+
+    bodies: list[dict[str, Any]]
+    delay: float = 0.0
+    """Seconds until the first"""
+
+
+def ask_all(address: str, lanes: Sequence[Lane], processes: int) -> list[Streamed]:
+    """The answers, lane by lane. The lanes are divided among processes, which start together."""
+    clients = [
+        subprocess.Popen([sys.executable, __file__, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(processes)
+    ]
+    pipes = [(each.stdin, each.stdout) for each in clients if each.stdin and each.stdout]
+    for first, (asked, said) in enumerate(pipes):
+        print(json.dumps([asdict(lane) for lane in lanes[first::processes]]), file=asked, flush=True)
+        said.readline()  # it is ready
+    start = time.time() + 0.2
+    for asked, _ in pipes:
+        print(start, file=asked, flush=True)
+    answers = [json.loads(said.readline() or "null") for _, said in pipes]
+    for each in clients:
+        if each.wait():
+            raise SystemExit("a client failed: see above")
+    return [Streamed(**one) for number in range(len(lanes)) for one in answers[number % processes][number // processes]]
+
+
+def _be_clients(address: str) -> None:
+    lanes = [Lane(**each) for each in json.loads(input())]
+    print("ready", flush=True)
+    start = float(input())
+
+    def drive(lane: Lane) -> list[Streamed]:
+        time.sleep(max(0.0, start + lane.delay - time.time()))
+        return [stream(address, body) for body in lane.bodies]
+
+    with ThreadPoolExecutor(max(1, len(lanes))) as threads:
+        print(json.dumps([[asdict(one) for one in each] for each in threads.map(drive, lanes)]))
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median and 99th percentile in milliseconds."""
     cuts = quantiles(values, n=100, method="inclusive")
     return {"p50_ms": round(1000 * cuts[49], 2), "p99_ms": round(1000 * cuts[98], 2)}
+
+
+if __name__ == "__main__":
+    _be_clients(sys.argv[1])

@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import random
-import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from server_process import Server, Streamed, mars_serve, spread, stream
+from server_process import Lane, Server, ask_all, mars_serve, spread, stream
 
 from mars.evaluation.plan import PROMPTS, read_prompts
 from mars.evaluation.provenance import collect
@@ -50,29 +47,9 @@ def arrivals(args: argparse.Namespace) -> list[Arrival]:
         found.append(Arrival(now, body, args.burst[0] <= now < args.burst[1]))
 
 
-def _clients(address: str, start: float, coming: Sequence[Arrival]) -> list[Streamed]:
-    def ask(arrival: Arrival) -> Streamed:
-        time.sleep(max(0.0, start + arrival.at - time.time()))
-        return stream(address, arrival.body)
-
-    with ThreadPoolExecutor(len(coming)) as threads:
-        return list(threads.map(ask, coming))
-
-
-def replay(server: Server, coming: Sequence[Arrival], processes: int) -> list[Streamed]:
-    """The answers, in the order of arrival."""
-    stream(server.address, coming[0].body)  # what is slow the first time is not theirs
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for each in [pool.submit(time.sleep, 1) for _ in range(processes)]:
-            each.result()  # all of them have started
-        start = time.time() + 1
-        shares = [pool.submit(_clients, server.address, start, coming[first::processes]) for first in range(processes)]
-        seen = [share.result() for share in shares]
-    return [seen[number % processes][number // processes] for number in range(len(coming))]
-
-
 def measure(server: Server, coming: Sequence[Arrival], processes: int) -> dict[str, Any]:
-    seen = replay(server, coming, processes)
+    stream(server.address, coming[0].body)  # what is slow the first time is not theirs
+    seen = ask_all(server.address, [Lane([each.body], delay=each.at) for each in coming], processes)
     burst = [each for each, arrival in zip(seen, coming, strict=True) if arrival.in_burst]
     weights = [each.tokens for each in seen]
     agreement = sum((each.figures or {})["agreement"] * each.tokens for each in seen) / sum(weights)

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from server_process import Streamed, mars_serve, running, spread, stream
+from server_process import Lane, ask_all, mars_serve, running, spread
 
 import mars
 from mars.decoding.request import Answer
@@ -59,16 +59,6 @@ def directly(model: str, dtype: str | None, chats: Sequence[Chat], at_once: int,
     return {"tokens": tokens, "tokens_per_second": tokens / seconds}
 
 
-def _one_after_the_other(address: str, lanes: Sequence[Sequence[dict[str, Any]]]) -> list[Streamed]:
-    """Several lanes at once, in one process."""
-
-    def drive(bodies: Sequence[dict[str, Any]]) -> list[Streamed]:
-        return [stream(address, body) for body in bodies]
-
-    with ThreadPoolExecutor(len(lanes)) as threads:
-        return [each for lane in threads.map(drive, lanes) for each in lane]
-
-
 def through_http(
     address: str, name: str, chats: Sequence[Chat], at_once: int, limit: int, processes: int
 ) -> dict[str, Any]:
@@ -76,15 +66,9 @@ def through_http(
         asked = {"model": name, "temperature": 0, "max_tokens": limit}
         return [asked | {"messages": chat} for chat in chats]
 
-    lanes = [bodies(chats[lane::at_once]) for lane in range(at_once)]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        shares = [lanes[start::processes] for start in range(processes)]
-        warm = [pool.submit(_one_after_the_other, address, [lane[:1] for lane in share]) for share in shares]
-        for each in warm:
-            each.result()
-        done = [pool.submit(_one_after_the_other, address, share) for share in shares]
-        seen = [each for share in done for each in share.result()]
+    lanes = [Lane(bodies(chats[lane::at_once])) for lane in range(at_once)]
+    ask_all(address, [Lane(lane.bodies[:1]) for lane in lanes], processes)
+    seen = ask_all(address, lanes, processes)
     tokens = sum(each.tokens for each in seen)
     seconds = max(each.ended for each in seen) - min(each.started for each in seen)
     return {
