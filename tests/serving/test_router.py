@@ -92,12 +92,12 @@ def test_requests_are_spread(router: httpx.Client, server: str, other: str) -> N
 
 
 def test_a_stream_arrives_as_it_is_written(router: httpx.Client) -> None:
-    body = CHAT | {"stream": True, "max_tokens": 60, "dial": "one-token"}
+    body = CHAT | {"stream": True, "max_tokens": 200, "ignore_eos": True, "dial": "one-token"}
     for _ in range(2):  # through both
         with router.stream("POST", "/v1/chat/completions", json=body) as response:
             pieces = [(piece, time.monotonic()) for piece in response.iter_raw()]
         assert pieces[-1][0].endswith(b"data: [DONE]\n\n")
-        assert len({at for _, at in pieces}) > 10 and pieces[-1][1] - pieces[0][1] > 0.02, "it came all at once"
+        assert len({at for _, at in pieces}) > 5 and pieces[-1][1] - pieces[0][1] > 0.02, "it came all at once"
 
 
 def test_a_full_queue_is_told(router: httpx.Client, other: str) -> None:

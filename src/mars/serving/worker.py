@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -17,6 +18,8 @@ from mars.serving.messages import Ask, Drop, Failed, FromServer, Gauges, News, R
 
 IDLE_SECONDS = 0.5
 """Between two looks at the cache's integrity while there is nothing to do"""
+PACE_SECONDS = 0.02
+"""Between two messages about a request, at least: nobody reads faster, and short ones cost as much as long ones"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,12 @@ class _Open:
     follows: bool
     told: int = 0
     """Forwards that the server knows of"""
+    due: float = 0.0
+    """When it may be told more; the end is told at once"""
+
+    def has_news(self, now: float) -> bool:
+        is_due = now >= self.due or self.answer.finish_reason is not None
+        return is_due and self.told < len(self.answer.steps)
 
 
 class Worker:
@@ -115,8 +124,9 @@ class Worker:
             self._say(Refused(ask.number, str(error), isinstance(error, QueueFullError)))
 
     def _tell(self) -> None:
-        """Send what this step brought, all requests together, and how full the engine is, if that has changed."""
-        written = [self._news_of(each) for each in self._open.values() if each.told < len(each.answer.steps)]
+        """Send the news of all requests together, and how full the engine is, if that has changed."""
+        now = time.monotonic()
+        written = [self._news_of(each, now) for each in self._open.values() if each.has_news(now)]
         for each in written:
             if each.finish_reason is not None:
                 del self._open[each.number]
@@ -126,8 +136,8 @@ class Worker:
             self._gauges = gauges
             self._say(News(written, gauges))
 
-    def _news_of(self, each: _Open) -> Written:
-        answer = each.answer
+    def _news_of(self, each: _Open, now: float) -> Written:
+        answer, each.due = each.answer, now + PACE_SECONDS
         new = answer.steps[each.told :]
         each.told = len(answer.steps)
         start = len(answer.token_ids) - sum(new)
