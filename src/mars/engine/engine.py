@@ -91,6 +91,7 @@ class Engine:
         trained = checkpoint.settings.block_size if checkpoint.settings else 1
         self.block_size = max(1, trained if block_size is None else block_size)
         self.acceptance = Acceptance(self.block_size - 1)
+        self._default = Shape(None) if checkpoint.device.type == "cuda" else Shape()  # there, width costs little
         self._margin = Layout.of(Shape(None), self.block_size).width
         """Places behind a row's text that the widest window of a step may need"""
         self._ahead = int(on_gpu) if ahead is None else ahead
@@ -149,7 +150,7 @@ class Engine:
         checkpoint = self.checkpoint
         answer = Answer(request, checkpoint.tokenizer, checkpoint.end_tokens, checkpoint.context)
         guide = None if request.grammar is None else lexicon_of(self.checkpoint).guide(request.grammar)
-        row = Row(answer, request.drawing(), (priority, next(self._numbers)), guide=guide)
+        row = Row(answer, request.drawing(), (priority, next(self._numbers)), self._default, guide=guide)
         needs, room = len(row.text) + answer.limit + self._margin, (self.pages.count - 1) * self.pages.size
         if needs > room:
             raise MarsError(

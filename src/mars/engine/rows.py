@@ -22,6 +22,8 @@ class Row:
     """The request's, with a seed"""
     urgency: tuple[int, int]
     """Priority and number of arrival: the smaller, the sooner"""
+    default: Shape = field(default_factory=Shape)
+    """The window of a request that names none and whose text depends on it"""
     text: list[int] = field(init=False)
     """Prompt and answer up to the token that is fed next"""
     claims: list[int] = field(default_factory=list)
@@ -80,7 +82,7 @@ class Row:
         needs = Layout(trunk=request.block_size) if holds else Layout()
         if request.dial.uses_masks and not chooses:
             checks = request.dial.checks or not self.settled  # drafts made before the dial was turned
-            needs |= Layout.of((request.shape if checks else None) or Shape(), request.block_size)
+            needs |= Layout.of((request.shape or self.default) if checks else Shape(), request.block_size)
         return needs
 
     def terms(self) -> Terms:
@@ -89,7 +91,7 @@ class Row:
         if self.slot is None:
             raise RuntimeError("the row is not running")
         if last is None or last.dial is not request.dial or last.slot != self.slot:
-            shape = Shape(None) if self.chooses_window else request.shape or Shape()
+            shape = Shape(None) if self.chooses_window else request.shape or self.default
             groups = max(1, Layout.of(shape, request.block_size).groups)
             masks = request.block_size - 1 if request.dial.uses_masks else 0
             wants = request.logprobs is not None
