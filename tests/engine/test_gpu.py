@@ -86,8 +86,8 @@ def test_every_kind_of_sampling_is_recorded() -> None:
         Request(prompt, Dial.parse(dial), kind, max_new_tokens=20, block_size=4)
         for prompt, dial, kind in zip(PROMPTS, dials, kinds, strict=False)
     ]
-    tree = Shape(None)  # what the engine takes on a GPU where the text depends on it
-    expected = [Decoder(tiny_checkpoint("llama"), [replace(each, shape=tree)]).finish()[0].token_ids for each in requests]
+    treed = [replace(each, shape=Shape(None)) for each in requests]  # as on a GPU where the text depends on it
+    expected = [Decoder(tiny_checkpoint("llama"), [each]).finish()[0].token_ids for each in treed]
     engine = Engine(on_gpu(tiny_checkpoint("llama")), rows=8, memory=2**24, cost=wide)
     assert texts(engine, requests) == expected
     for request, alone in zip(requests, expected, strict=True):
