@@ -445,3 +445,15 @@ def test_in_a_browser(browser: Any, out: Path) -> None:
     assert page.locator(".light svg").first.is_visible() and not page.locator(".dark svg").first.is_visible()
     assert logged == []
     assert {url for url in asked if not url.startswith("data:")} == {address}
+
+
+def test_names_and_averages_are_those_of_like_with_like(tmp_path: Path, run) -> None:
+    whole = evaluation(tmp_path / "base", "Base"), evaluation(tmp_path / "b4", "MARS")
+    some = evaluation(tmp_path / "b2", "MARS", tasks=dict(list(TASKS.items())[:1]), block_size=2)
+    assert run(*whole, some, "--out", tmp_path / "out") == 0
+    text = (tmp_path / "out" / "report.md").read_text()
+    lines = {line[0]: line for line in markdown_tables(text)[0][1:]}
+    assert list(lines) == ["Base", "MARS, B = 4", "MARS, B = 2"]
+    assert lines["MARS, B = 2"][-2] == "–" != lines["MARS, B = 4"][-2], "it has no average of the same tasks"
+    sentence = next(line for line in text.splitlines() if "One token per forward, the average" in line)
+    assert "MARS, B = 4" in sentence and "MARS, B = 2" not in sentence

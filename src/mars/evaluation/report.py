@@ -142,7 +142,7 @@ def _head(sources: Sources, checkpoints: Sequence[Checkpoint]) -> list[Cell]:
 def _score_cells(sources: Sources, checkpoint: Checkpoint, dial: str, with_speed: bool = False) -> list[Cell]:
     scores: list[Score | None] = [checkpoint.row(task, dial) for task in sources.tasks]
     if sources.has_averages:
-        scores.append({score.dial: score for score in checkpoint.found.averages}.get(dial))
+        scores.append({score.dial: score for score in checkpoint.scores()}.get(dial))
     return [_score_cell(score, with_speed) for score in scores]
 
 
@@ -340,8 +340,8 @@ def _summary(sources: Sources) -> Iterator[str]:
                 f"exact writes {scores[EXACT].tokens_per_forward:.2f} tokens per forward on average over "
                 f"{count(len(rows), 'task')}, with the same answers on {same:,} of {items:,} items"
             )
-        fastest = max(scores.values(), key=lambda score: score.tokens_per_forward)
-        if fastest.dial not in (PLAIN, EXACT):
+        fastest = max(scores.values(), key=lambda score: score.tokens_per_forward, default=None)
+        if fastest and fastest.dial not in (PLAIN, EXACT):
             speed = f"{fastest.tokens_per_forward:.2f} tokens per forward"
             said.append(f"{fastest.dial} writes the most, {speed}, at {_percent(fastest)}")
         if said:

@@ -148,13 +148,17 @@ class Checkpoint:
     found: Evaluation
     origins: dict[tuple[str | None, str | None], set[int]]
     """By task and dial"""
+    is_whole: bool
+    """Has it every task that another one has?"""
 
     def row(self, task: str, dial: str) -> TaskScore | None:
         return next((row for row in self.found.rows if (row.task, row.dial) == (task, dial)), None)
 
     def scores(self, task: str | None = None) -> Sequence[Score]:
         """Of a task, or on average: one for each dial."""
-        return [row for row in self.found.rows if row.task == task] if task else self.found.averages or self.found.rows
+        if task is not None:
+            return [row for row in self.found.rows if row.task == task]
+        return (self.found.averages or self.found.rows) if self.is_whole else []
 
     def speed(self, task: str | None, dial: str, unit: str) -> float | None:
         """Of a task, or on average, in ``tokens per forward`` or ``tokens per second``."""
@@ -212,7 +216,11 @@ def read_all(paths: Sequence[Path]) -> Sources:
             bench = _read_bench(place)
             benches.append((cite(place, bench.provenance, model_of(bench)), bench))
     labels = _labels(evaluations)
-    checkpoints = [Checkpoint(labels[place], place, each, tags[place]) for place, each in evaluations.items()]
+    tasks = {task for each in evaluations.values() for task in each.plan.tasks}
+    checkpoints = [
+        Checkpoint(labels[place], place, each, tags[place], set(each.plan.tasks) == tasks)
+        for place, each in evaluations.items()
+    ]
     return Sources(checkpoints, benches, list(origins.values()))
 
 
@@ -224,7 +232,13 @@ def _labels(evaluations: dict[Path, Evaluation]) -> dict[Path, str]:
         for place, each in evaluations.items()
     }
     folders = {place: f"{each.plan.name}, {place}" for place, each in evaluations.items()}
-    return next(each for each in (names, sizes, folders) if len(set(each.values())) == len(each))
+
+    def label(place: Path) -> str:
+        return next(
+            labels[place] for labels in (names, sizes, folders) if list(labels.values()).count(labels[place]) == 1
+        )
+
+    return {place: label(place) for place in evaluations}
 
 
 def model_of(bench: Bench) -> str:
