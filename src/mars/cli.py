@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -47,6 +48,9 @@ DialOption = Annotated[
 WindowOption = Annotated[
     str | None,
     typer.Option("--window", help="chain, tree, or tree=N with N mask groups; default: the fastest here and now."),
+]
+EngineOption = Annotated[
+    Literal["mars", "vllm"], typer.Option("--engine", help="Who decodes: mars, or vLLM with our plugin.")
 ]
 TokensOption = Annotated[int, typer.Option("--max-new-tokens", help="Longest answer, in tokens.")]
 TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
@@ -187,6 +191,7 @@ def bench(
     max_new_tokens: TokensOption = 256,
     dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: the device's.")] = None,
     min_requests: Annotated[int, typer.Option(help="Fewest requests of a measurement.")] = 16,
+    engine: EngineOption = "mars",
     by_category: Annotated[
         bool, typer.Option("--by-category", help="Measure each category of the prompts by itself.")
     ] = False,
@@ -206,6 +211,7 @@ def bench(
         max_new_tokens=max_new_tokens,
         dtype=dtype,
         min_requests=min_requests,
+        engine=engine,
         out=out,
         by_category=by_category,
     )
@@ -234,6 +240,7 @@ def evaluate(
     memory: Annotated[float | None, typer.Option(help="Cache: bytes, or on a GPU a share of what is free.")] = None,
     name: Annotated[str | None, typer.Option(help="What a report calls the model; default: as given.")] = None,
     seed: Annotated[int, typer.Option(help="Of the items that a limit leaves.")] = 0,
+    engine: EngineOption = "mars",
     score_only: Annotated[bool, typer.Option("--score-only", help="Score what is there; needs no model.")] = False,
 ) -> None:
     """Score a model on the benchmarks with every dial; started again after a kill, it goes on where it stopped."""
@@ -252,6 +259,7 @@ def evaluate(
         block_size=block_size,
         dtype=dtype,
         seed=seed,
+        engine=engine,
         rows=rows,
         data=data,
         out=out,
@@ -281,8 +289,17 @@ def report(
     typer.echo("wrote " + ", ".join(map(str, run(sources, out))))
 
 
-@app.command()
+def _refuse_others(context: typer.Context, known: Sequence[str], engine: str) -> None:
+    """Raise at an option that was given and that this engine does not have."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if name not in known and source is not None and source.name != "DEFAULT":
+            raise MarsError(f"--{name.replace('_', '-')} is not known to the engine {engine}: leave it out")
+
+
+@app.command(context_settings={"allow_extra_args": True})
 def serve(
+    context: typer.Context,
     model: ModelOption = "smollm2-135m",
     adapter: AdapterOption = None,
     dial: DialOption = None,
@@ -316,10 +333,37 @@ def serve(
         Literal["debug", "info", "warning"], typer.Option("--log-level", help="Of the log, whose lines are JSON.")
     ] = "info",
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Have prompts and answers in the log.")] = False,
+    engine: EngineOption = "mars",
 ) -> None:
-    """Serve a model with OpenAI's API. --dial auto leaves the dial to the load, between exact and --floor."""
+    """Serve a model with OpenAI's API. --dial auto leaves the dial to the load, between exact and --floor.
+
+    With --engine vllm, vLLM's own options may follow behind --.
+    """
     from mars.method.dials import Dial
 
+    if engine == "vllm":
+        known = ("model", "adapter", "dial", "host", "port", "rows", "memory", "api_key", "name", "engine")
+        _refuse_others(context, known, "vllm")
+        if dial is not None and Dial.parse(dial).measure != "probability":
+            raise MarsError(f"{dial} is not known to the engine vllm: threshold goes by probability there")
+        from mars.integrations.vllm import launch
+
+        raise typer.Exit(
+            launch.serve(
+                model,
+                adapter=adapter,
+                dial=dial,
+                host=host,
+                port=port,
+                rows=rows,
+                memory=memory,
+                api_key=api_key,
+                name=name,
+                others=context.args,
+            )
+        )
+    if context.args:
+        raise MarsError(f"unexpected argument {context.args[0]!r}: only --engine vllm takes options of another kind")
     try:
         from mars.serving.governor import Target
         from mars.serving.protocol import AUTO

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from mars.api import Model
 from mars.engine import memory_for
 from mars.evaluation import tables
 from mars.evaluation.peers import check_model, open_peer
-from mars.evaluation.plan import Plan, split_dial
+from mars.evaluation.plan import Plan, source_of, split_dial
 from mars.evaluation.plots import draw
 from mars.evaluation.provenance import collect
-from mars.evaluation.speed import Contender, Run, Traffic, measure, to_row, with_dial
+from mars.evaluation.speed import Contender, Run, Traffic, measure, to_row, with_dial, with_vllm
+from mars.evaluation.vllm import PLUGIN, load_vllm
 from mars.models import Checkpoint
 
 
@@ -68,15 +70,26 @@ class _Bench:
     def dials(self) -> None:
         rows = max(self._plan.batch_sizes)
         model = Model(self._checkpoint, rows=rows, memory=memory_for(self._checkpoint, rows, self._length))
-        model.warm_up(self._bar)
+        if self._plan.engine == "vllm":
+            where = (self._checkpoint, self._source, rows, self._length)
+            with load_vllm(*where, speculative_config=PLUGIN) as llm:
+                self._turn(lambda name: with_vllm(llm, model, name))
+        else:
+            model.warm_up(self._bar)
+            self._turn(lambda name: with_dial(model, *split_dial(name)))
+
+    def _turn(self, contender: Callable[[str], Contender]) -> None:
         for batch_size in self._plan.batch_sizes:
             for name in self._plan.dials:
-                self._take(with_dial(model, *split_dial(name)), batch_size)
+                self._take(contender(name), batch_size)
+
+    @property
+    def _source(self) -> str | None:
+        return source_of(self._plan.model, self._plan.adapter, self._checkpoint)
 
     def peer(self, name: str) -> None:
         sizes = self._plan.batch_sizes
-        source = self._plan.source(self._checkpoint)
-        with open_peer(name, self._checkpoint, source, max(sizes), self._length) as peer:
+        with open_peer(name, self._checkpoint, self._source, max(sizes), self._length) as peer:
             for batch_size in sizes:
                 self._take(peer, batch_size)
 

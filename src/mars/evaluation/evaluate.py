@@ -14,9 +14,10 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,14 @@ from rich.progress import Progress
 from mars.api import Model
 from mars.decoding.request import Generation, Request
 from mars.errors import MarsError
+from mars.evaluation import vllm, writing
 from mars.evaluation.bench import write_whole
-from mars.evaluation.plan import items_of, split_dial
+from mars.evaluation.plan import Engine, check_engine, items_of, source_of, split_dial
 from mars.evaluation.provenance import collect, fingerprint
 from mars.evaluation.speed import forget_prompts
 from mars.evaluation.statistics import paired, wilson
 from mars.evaluation.tasks import BENCHMARKS, Chat, Exam, Item, open_exam
-from mars.evaluation.writing import cut, encode, write
+from mars.evaluation.writing import cut, encode
 from mars.method.windows import Shape
 from mars.models import Checkpoint
 
@@ -56,6 +58,7 @@ class Evaluation:
     block_size: int | None
     dtype: str | None
     seed: int
+    engine: Engine
     rows: int
     data: Path | None
     out: Path
@@ -63,7 +66,8 @@ class Evaluation:
     def conditions(self) -> dict[str, object]:
         """What must be the same for answers in one folder."""
         names = ("model", "adapter", "name", "max_new_tokens", "block_size", "dtype", "seed")
-        return {name: getattr(self, name) for name in names}
+        engine = {} if self.engine == "mars" else {"engine": self.engine}
+        return {name: getattr(self, name) for name in names} | engine
 
     def exam(self, task: str, chat: Chat | None) -> Exam:
         return open_exam(
@@ -92,6 +96,7 @@ def plan_evaluation(*, tasks: str, dials: str, limit: str | None, name: str | No
         raise MarsError(f"--data-dir {data} is no folder")
     if out.exists() and not out.is_dir():
         raise MarsError(f"--out must name a folder, and {out} is a file")
+    check_engine(options["engine"], turns)
     label = name or Path(options["adapter"] or options["model"]).name
     return Evaluation(tasks=wanted, dials=turns, limits=_limits(limit, wanted), name=label, **options)
 
@@ -117,16 +122,38 @@ def evaluate(model: Model, plan: Evaluation, bar: Progress) -> dict[str, Any]:
     exams = [plan.exam(task, chat) for task in plan.tasks]
     todo = {(exam.name, dial): folder.missing(exam, dial) for exam in exams for dial in plan.dials}
     if any(todo.values()):
-        model.warm_up(bar)
-        answering = bar.add_task("", total=sum(len(exam.items) for exam in exams) * len(plan.dials))
-        for exam in exams:
-            for dial in plan.dials:
-                missing = todo[exam.name, dial]
-                what = f"{exam.benchmark.title}, {dial}"
-                bar.update(answering, description=what, advance=len(exam.items) - len(missing))
-                for _ in folder.answer(model, exam, dial, missing):
-                    bar.advance(answering)
+        with _open_engine(model, plan, bar) as write:
+            answering = bar.add_task("", total=sum(len(exam.items) for exam in exams) * len(plan.dials))
+            for exam in exams:
+                for dial in plan.dials:
+                    missing = todo[exam.name, dial]
+                    what = f"{exam.benchmark.title}, {dial}"
+                    bar.update(answering, description=what, advance=len(exam.items) - len(missing))
+                    for _ in folder.answer(model, write, exam, dial, missing):
+                        bar.advance(answering)
     return score(plan, bar, exams)
+
+
+Write = Callable[[Sequence[Request]], Generator[tuple[int, Generation], None, None]]
+
+
+@contextmanager
+def _open_engine(model: Model, plan: Evaluation, bar: Progress) -> Iterator[Write]:
+    """What answers requests. It profits from no prompt that it saw before."""
+    if plan.engine == "mars":
+        model.warm_up(bar)
+
+        def write(requests: Sequence[Request]) -> Generator[tuple[int, Generation], None, None]:
+            forget_prompts(model.engine(requests[0].block_size))
+            return writing.write(model, requests)
+
+        yield write
+        return
+    checkpoint = model.checkpoint
+    source = source_of(plan.model, plan.adapter, checkpoint)
+    options = {"speculative_config": vllm.PLUGIN} if checkpoint.settings else {}
+    with vllm.load_vllm(checkpoint, source, plan.rows, checkpoint.context, **options) as llm:
+        yield partial(vllm.write, llm, checkpoint)
 
 
 def score(plan: Evaluation, bar: Progress, exams: Sequence[Exam] | None = None) -> dict[str, Any]:
@@ -218,17 +245,16 @@ class _Folder:
         there = self._answers(exam.name, dial)
         return [item for item in exam.items if there.get(item.id, {}).get("asked") != _hash(item)]
 
-    def answer(self, model: Model, exam: Exam, dial: str, items: Sequence[Item]) -> Iterator[None]:
+    def answer(self, model: Model, write: Write, exam: Exam, dial: str, items: Sequence[Item]) -> Iterator[None]:
         """Write and keep the answers to some items."""
         if not items:
             return
         requests = [self._request(model, item, dial) for item in items]
-        forget_prompts(model.engine(requests[0].block_size))
         path = self._path("answers", exam.name, dial)
         _drop_half_line(path)
         started, written, tokens = time.perf_counter(), 0, 0
         try:
-            with path.open("a", encoding="utf-8") as file, closing(write(model, requests)) as answers:
+            with path.open("a", encoding="utf-8") as file, closing(write(requests)) as answers:
                 for index, answer in answers:
                     kept = _kept(items[index], answer, model, with_pieces=items[index] in exam.items[:EXAMPLES])
                     file.write(json.dumps(kept, ensure_ascii=False) + "\n")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +17,9 @@ from mars.decoding.decoder import require_masks
 from mars.decoding.request import Generation, Request
 from mars.errors import MarsError
 from mars.evaluation.speed import Contender, Decode, Round
+from mars.evaluation.vllm import import_vllm, load_vllm
 from mars.method.dials import Dial
-from mars.models import Checkpoint, save_checkpoint
+from mars.models import Checkpoint
 
 KNOWN = "transformers, vllm, block-cache=16 (any block size) or sliding-window"
 PAPER_DIAL = "threshold=0.95"
@@ -35,7 +33,7 @@ def check_peer(name: str) -> None:
     ):
         raise MarsError(f"unknown peer {name!r}: use {KNOWN}")
     if name == "vllm":
-        _import_vllm()
+        import_vllm()
 
 
 def check_model(name: str, checkpoint: Checkpoint) -> None:
@@ -128,32 +126,11 @@ def _answer(checkpoint: Checkpoint, tokens: list[int], times: list[float], check
 # --- vLLM
 
 
-def _import_vllm() -> Any:
-    try:
-        import vllm
-    except ImportError:
-        raise MarsError("the peer vllm is not installed: pip install 'mars-llm[vllm]'") from None
-    return vllm
-
-
 @contextmanager
 def open_vllm(checkpoint: Checkpoint, source: str | None, rows: int, length: int, **options: Any) -> Iterator[Decode]:
-    """vLLM with the model from the folder or hub id ``source``; None: saved for it. ``options`` are its own."""
-    vllm = _import_vllm()
-    with tempfile.TemporaryDirectory(prefix="mars-vllm-") as scratch:
-        if source is None:
-            source = str(Path(scratch) / "model")
-            save_checkpoint(checkpoint, Path(source))
-        llm = vllm.LLM(
-            model=source,
-            dtype=str(checkpoint.module.dtype).removeprefix("torch."),
-            max_num_seqs=rows,
-            max_model_len=length,
-            enable_prefix_caching=False,  # no contender knows a prompt from an earlier round
-            disable_log_stats=False,  # without them, it does not tell when tokens came
-            **_memory_left(checkpoint.device),
-            **options,
-        )
+    """One token at a time, with its own best way to ask it. ``options`` are its own."""
+    vllm = import_vllm()
+    with load_vllm(checkpoint, source, rows, length, **options) as llm:
 
         def decode(prompts: Sequence[list[int]], max_new_tokens: int) -> Round:
             sampling = vllm.SamplingParams(
@@ -166,16 +143,6 @@ def open_vllm(checkpoint: Checkpoint, source: str | None, rows: int, length: int
             )
 
         yield decode
-
-
-def _memory_left(device: torch.device) -> dict[str, float]:
-    """Most of what this process leaves of a GPU."""
-    if device.type != "cuda":
-        return {}
-    gc.collect()
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    return {"gpu_memory_utilization": 0.9 * free / total}
 
 
 def _times(metrics: Any) -> list[float]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 
 from mars.errors import MarsError
 from mars.evaluation.peers import check_peer
+from mars.evaluation.vllm import import_vllm
 from mars.method.dials import Dial
 from mars.method.windows import Shape
 from mars.models import Checkpoint, builtin
@@ -37,6 +39,10 @@ PROMPTS: tuple[Prompt, ...] = (
 )
 
 
+Engine = Literal["mars", "vllm"]
+"""Ours, or vLLM with the plugin"""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     model: str
@@ -49,6 +55,8 @@ class Plan:
     max_new_tokens: int
     dtype: str | None
     min_requests: int
+    engine: Engine
+    """Whose dials are measured"""
     out: Path
     questions: Mapping[str | None, Sequence[Prompt]]
     """What the prompts file holds, or `PROMPTS`; apart by category if each is measured by itself"""
@@ -57,11 +65,6 @@ class Plan:
         """All that was asked for, as JSON knows it."""
         options = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "questions"}
         return {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
-
-    def source(self, checkpoint: Checkpoint) -> str | None:
-        """Where others find the very same weights; None if they were put together here."""
-        made_here = self.adapter or brings_adapter(self.model) or self.model == builtin.BASE
-        return None if made_here or self.model.endswith(".gguf") else checkpoint.name
 
     def encode(self, checkpoint: Checkpoint) -> dict[str | None, list[list[int]]]:
         """The prompts' tokens; those are left out that leave too little room for an answer."""
@@ -93,6 +96,7 @@ def make_plan(
     dtype: str | None,
     min_requests: int,
     out: Path,
+    engine: Engine = "mars",
     by_category: bool = False,
 ) -> Plan:
     """Read the lists, which have commas between their items; raises at the first mistake. Makes ``out``'s folder."""
@@ -108,6 +112,7 @@ def make_plan(
         raise MarsError(f"--batch-sizes must be whole numbers of 1 or more, not {wrong[0]!r}")
     for peer in others:
         check_peer(peer)
+    check_engine(engine, turns)
     return Plan(
         model=model,
         adapter=adapter,
@@ -118,6 +123,7 @@ def make_plan(
         max_new_tokens=max_new_tokens,
         dtype=dtype,
         min_requests=min_requests,
+        engine=engine,
         out=_checked(out),
         questions=_questions(prompts, by_category),
     )
@@ -134,6 +140,21 @@ def _questions(path: Path | None, by_category: bool) -> dict[str | None, Sequenc
             raise MarsError(f"--by-category: not every row of {path} has a category")
         apart.setdefault(category, []).append(prompt)
     return {**apart}
+
+
+def source_of(model: str, adapter: str | None, checkpoint: Checkpoint) -> str | None:
+    """Where others find the very same weights; None if they were put together here."""
+    made_here = adapter or brings_adapter(model) or model == builtin.BASE
+    return None if made_here or model.endswith(".gguf") else checkpoint.name
+
+
+def check_engine(engine: Engine, dials: Sequence[str]) -> None:
+    """Raise if there is no such engine here, or if it does not know a dial's window."""
+    if engine == "vllm":
+        import_vllm()
+        for dial, window in map(split_dial, dials):
+            if window:
+                raise MarsError(f"{dial} {window}: the engine vllm has a chain for every dial, leave the window out")
 
 
 def split_dial(text: str) -> tuple[str, str | None]:

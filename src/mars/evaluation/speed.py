@@ -17,6 +17,7 @@ from mars.decoding.request import Generation
 from mars.engine import Engine
 from mars.engine.cache import layer_shapes
 from mars.engine.choice import Acceptance
+from mars.evaluation import vllm
 from mars.models.checkpoint import Checkpoint
 
 WARM_UP_TOKENS = 16
@@ -82,6 +83,17 @@ def with_dial(model: Model, dial: str, window: str | None) -> Contender:
         return Round(answers, engine.steps - forwards, engine.places - places)
 
     return Contender({"dial": dial, "window": window or "auto"}, decode)
+
+
+def with_vllm(llm: Any, model: Model, dial: str) -> Contender:
+    """vLLM and the plugin with one setting of the dial."""
+
+    def decode(prompts: Sequence[list[int]], max_new_tokens: int) -> Round:
+        requests = [model.request(each, dial=dial, max_new_tokens=max_new_tokens) for each in prompts]
+        answers = dict(vllm.write(llm, model.checkpoint, requests))
+        return Round([answers[index] for index in range(len(requests))])
+
+    return Contender({"dial": dial, "window": "chain"}, decode, is_elsewhere=True)
 
 
 def forget_prompts(engine: Engine) -> None:

@@ -13,16 +13,17 @@ from fastapi.responses import JSONResponse
 from mars.errors import MarsError
 from mars.integrations.vllm.arguments import parse_dial
 
-SERVERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
-"""Modules that make the app, from the newest version on"""
+SERVERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server", "__main__")
+"""Modules that make the app: the newest version's, an older one's, and that one's if it is run as a program"""
 
 
 def install() -> None:
     """Have the server of this process know the dial, if it is one."""
     for name in SERVERS:
         module = sys.modules.get(name)
-        if module is not None and not hasattr(module.build_app, "knows_mars"):
-            module.build_app = _with_dial(module.build_app)  # type: ignore[attr-defined]
+        build = getattr(module, "build_app", None)
+        if build is not None and not hasattr(build, "knows_mars"):
+            module.build_app = _with_dial(build)  # type: ignore[union-attr]
 
 
 def _with_dial(build: Callable[..., Any]) -> Callable[..., Any]:

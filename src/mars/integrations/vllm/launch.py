@@ -1,0 +1,60 @@
+"""``mars serve --engine vllm``: vLLM's own server, told to use the plugin."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from mars.errors import MarsError
+from mars.models import builtin, load_checkpoint, save_checkpoint
+from mars.models.loading import brings_adapter
+
+SERVER = "vllm.entrypoints.openai.api_server"
+
+
+def serve(
+    model: str,
+    *,
+    adapter: str | None,
+    dial: str | None,
+    host: str,
+    port: int,
+    rows: int,
+    memory: float | None,
+    api_key: str | None,
+    name: str | None,
+    others: Sequence[str],
+) -> int:
+    """Run the server until it ends; ``others`` are options of vLLM's own. Returns its exit status."""
+    if find_spec("vllm") is None:
+        raise MarsError("vllm is not installed: pip install 'mars-llm[vllm]'")
+    asked = {"method": "mars"} | ({} if dial is None else {"dial": dial})
+    with tempfile.TemporaryDirectory(prefix="mars-vllm-") as scratch:
+        command = [sys.executable, "-m", SERVER, "--model", _checkpoint(model, adapter, Path(scratch))]
+        command += ["--served-model-name", name or model, "--host", host, "--port", str(port)]
+        command += ["--max-num-seqs", str(rows), "--speculative-config", json.dumps(asked), *_memory(memory), *others]
+        process = subprocess.Popen(command, env=os.environ | ({"VLLM_API_KEY": api_key} if api_key else {}))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells it by itself
+        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        return process.wait()
+
+
+def _checkpoint(model: str, adapter: str | None, scratch: Path) -> str:
+    """A name or folder that vLLM can load; what has to be put together first, is."""
+    if not (adapter or brings_adapter(model) or model == builtin.BASE or model.endswith(".gguf")):
+        return model
+    save_checkpoint(load_checkpoint(model, adapter=adapter, device="cpu"), scratch / "model")
+    return str(scratch / "model")
+
+
+def _memory(share: float | None) -> list[str]:
+    if share is None:
+        return []
+    return ["--gpu-memory-utilization", str(share)] if share <= 1 else ["--kv-cache-memory-bytes", str(int(share))]
