@@ -12,7 +12,7 @@ test: lint  ## lint, type-check, check the import layers, run the tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
 
 test-vllm: $(VENV)-vllm/.installed  ## the plugin for vLLM, in an environment of its own, on a CPU
-	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/pytest tests/integrations/vllm
+	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/pytest --numprocesses 2 --dist loadfile tests/integrations/vllm
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check

@@ -8,7 +8,18 @@ from email.parser import Parser
 from pathlib import Path
 
 LEFT_OUT = ("torch==", "torchaudio", "torchvision", "torchcodec")
-TESTS = ("torch==2.13.0", "gguf", "peft", "accelerate", "typer", "rich", "pytest", "scipy")
+TESTS = (
+    "torch==2.13.0",
+    "gguf",
+    "peft",
+    "accelerate",
+    "typer",
+    "rich",
+    "pytest",
+    "pytest-xdist",
+    "scipy",
+    "lm-eval[ifeval]>=0.4.13,<0.5",
+)
 
 
 def main(folder: Path) -> None:

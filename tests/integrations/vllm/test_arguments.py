@@ -34,6 +34,7 @@ def test_what_vllm_is_told(model: Path) -> None:
         ({"speculative_config": {"method": "mars", "dial": "threshold:margin=0.5"}}, "by probability"),
         ({"speculative_config": {"method": "mars", "dial": ["exact"]}}, "a dial is text"),
         ({"worker_extension_cls": "other.Extension"}, "--worker-extension-cls"),
+        ({"pipeline_parallel_size": 2}, "use --tensor-parallel-size"),
     ],
 )
 def test_what_is_refused(model: Path, options: dict[str, Any], says: str) -> None:

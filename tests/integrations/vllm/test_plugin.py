@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -181,26 +181,3 @@ def test_fewer_masks_with_more_requests(model: Path, expected: dict[str, Any]) -
     with engine(model, **options) as llm:
         for count in (1, 4, 16):
             assert write(llm, count) == expected[str(count)]
-
-
-def sampled(llm: Any, count: int) -> Sequence[tuple[int, ...]]:
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=1.5, top_k=4, max_tokens=4)
-    answers = llm.chat([chats(3)[2]] * count, params, use_tqdm=False)
-    return [tuple(answer.outputs[0].token_ids) for answer in answers]
-
-
-def test_sampling_has_the_same_distribution(llm: Any, model: Path) -> None:
-    from collections import Counter
-
-    from scipy.stats import chi2_contingency
-
-    mine = Counter(sampled(llm, 600))
-    with engine(model) as plain:
-        theirs = Counter(sampled(plain, 600))
-    common = [text for text, count in (mine + theirs).most_common() if count >= 20]
-    rest = [sum(count for text, count in each.items() if text not in common) for each in (mine, theirs)]
-    table = [[*(each[text] for text in common), other] for each, other in zip((mine, theirs), rest, strict=True)]
-    assert len(common) > 5
-    assert chi2_contingency(table).pvalue > 0.001

@@ -50,6 +50,8 @@ def translate(arguments: Any) -> None:
         if getattr(arguments, option) not in (None, "", mine):
             raise MarsError(f"mars needs --{option.replace('_', '-')} for itself: leave it out")
         setattr(arguments, option, mine)
+    if arguments.pipeline_parallel_size > 1:
+        raise MarsError("mars needs all layers in one place: use --tensor-parallel-size, not --pipeline-parallel-size")
     settings = _settings(arguments)
     most = settings.block_size - 1
     masks = _whole("masks", asked.get("masks", most), 1, most)

@@ -1,0 +1,111 @@
+"""A tiny model: two ranks, sampling, and a crowd that comes and goes."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mars.models import save_checkpoint
+from tests.conftest import MASK, VOCABULARY, tiny_checkpoint
+from tests.integrations.vllm.conftest import MARS, SEQUENCES, engine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model whose heads can be shared out; so small a vocabulary that its masks guess right now and then."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    save_checkpoint(tiny_checkpoint("llama", hidden_size=128, intermediate_size=128, head_dim=32), folder)
+    return folder
+
+
+def write(llm: Any) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    without_mask = [token for token in range(VOCABULARY) if token != MASK]
+    params = SamplingParams(
+        temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False, allowed_token_ids=without_mask
+    )
+    prompts = [{"prompt_token_ids": [(7 * n + 3 * k) % 10 for k in range(3 + n)]} for n in range(SEQUENCES)]
+    return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    with engine(folder, max_model_len=128) as llm:
+        return write(llm)
+
+
+def test_two_ranks(folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # there may be fewer cores than ranks
+    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with engine(folder, max_model_len=128, **MARS, **two) as llm:
+        assert write(llm) == expected
+        first, second = llm.collective_rpc("mars_state")
+        assert first == second and first["accepted"] > 20
+        llm.collective_rpc("mars_turn", args=("one-token",))
+        assert write(llm) == expected
+        assert [each["dial"] for each in llm.collective_rpc("mars_state")] == ["one-token"] * 2
+
+
+def sampled(llm: Any) -> Counter[tuple[int, ...]]:
+    from vllm import SamplingParams
+
+    without_mask = [token for token in range(VOCABULARY) if token != MASK]
+    params = SamplingParams(
+        temperature=0.7, max_tokens=8, ignore_eos=True, detokenize=False, allowed_token_ids=without_mask
+    )
+    answers = llm.generate([{"prompt_token_ids": [3, 1, 4, 1, 5]}] * 4000, params, use_tqdm=False)
+    return Counter(tuple(each.outputs[0].token_ids[2:4]) for each in answers)
+
+
+def test_sampling_has_the_same_distribution(folder: Path) -> None:
+    from scipy.stats import chi2_contingency
+
+    with engine(folder, max_model_len=128) as llm:
+        theirs = sampled(llm)
+    with engine(folder, max_model_len=128, **MARS) as llm:
+        mine = sampled(llm)
+        assert llm.collective_rpc("mars_state")[0]["accepted"] > 100
+    common = [text for text, count in (mine + theirs).most_common() if count >= 20]
+    rest = [sum(count for text, count in each.items() if text not in common) for each in (mine, theirs)]
+    table = [[*(each[text] for text in common), other] for each, other in zip((mine, theirs), rest, strict=True)]
+    assert len(common) > 10
+    assert chi2_contingency(table).pvalue > 0.001
+
+
+def test_five_hundred_requests_some_of_them_aborted(folder: Path) -> None:
+    from vllm import SamplingParams
+
+    draw, dials = random.Random(0), ["exact", "relaxed=0.3", "threshold=0.3", "one-token", None]
+    with engine(folder, max_model_len=128, num_gpu_blocks_override=12, **MARS) as llm:
+        inner, left, finished, aborted = llm.llm_engine, list(range(500)), set[str](), set[str]()
+        while left or inner.has_unfinished_requests():
+            for number in [left.pop() for _ in range(min(len(left), draw.randrange(8)))]:
+                dial = draw.choice(dials)
+                params = SamplingParams(
+                    temperature=draw.choice([0.0, 1.0]),
+                    max_tokens=draw.randint(1, 40),
+                    ignore_eos=True,
+                    detokenize=False,
+                    extra_args=None if dial is None else {"dial": dial},
+                )
+                prompt = [draw.randrange(10) for _ in range(draw.randint(1, 60))]
+                inner.add_request(str(number), {"prompt_token_ids": prompt}, params)
+                if draw.random() < 0.2:
+                    aborted.add(str(number))
+            for each in inner.step():
+                if each.finished:
+                    finished.add(each.request_id)
+                elif each.request_id in aborted and draw.random() < 0.3:
+                    inner.abort_request([each.request_id])
+                    finished.add(each.request_id)
+        for _ in range(3):  # what was told last, is heard
+            write(llm)
+        gauges = {each.name: each.value for each in llm.get_metrics() if hasattr(each, "value")}
+    assert len(finished) == 500 and len(aborted) > 60
+    busy = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    assert [gauges[name] for name in busy] == [0, 0, 0]
