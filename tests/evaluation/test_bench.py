@@ -121,6 +121,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict]]:
         def __init__(self, model: str, **options: object) -> None:
             opened.append((model, options))
             self.model = mars.load(model, device="cpu", dtype=str(options["dtype"]))
+            self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
 
         def generate(self, prompts: list, sampling: SimpleNamespace, use_tqdm: bool) -> list[SimpleNamespace]:
             ids = [prompt["prompt_token_ids"] for prompt in prompts]

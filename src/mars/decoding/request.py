@@ -116,7 +116,7 @@ class Request:
     block_size: int = 1
     """Tokens one forward predicts: the AR token and ``block_size - 1`` masks"""
     shape: Shape | None = None
-    """None: any; the engine takes the fastest for `exact`, and a chain otherwise"""
+    """None: any; the engine takes the fastest for `exact`, and always the same otherwise"""
     min_new_tokens: int = 0
     """No end token before so many others; stop strings still stop"""
     ignore_end: bool = False

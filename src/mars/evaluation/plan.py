@@ -14,8 +14,8 @@ from mars.evaluation.peers import check_peer
 from mars.evaluation.vllm import import_vllm
 from mars.method.dials import Dial
 from mars.method.windows import Shape
-from mars.models import Checkpoint, builtin
-from mars.models.loading import brings_adapter
+from mars.models import Checkpoint
+from mars.models.loading import is_put_together
 from mars.models.prompts import Prompt
 from mars.training.rows import read_rows, to_prompt
 
@@ -144,8 +144,7 @@ def _questions(path: Path | None, by_category: bool) -> dict[str | None, Sequenc
 
 def source_of(model: str, adapter: str | None, checkpoint: Checkpoint) -> str | None:
     """Where others find the very same weights; None if they were put together here."""
-    made_here = adapter or brings_adapter(model) or model == builtin.BASE
-    return None if made_here or model.endswith(".gguf") else checkpoint.name
+    return None if is_put_together(model, adapter) else checkpoint.name
 
 
 def check_engine(engine: Engine, dials: Sequence[str]) -> None:

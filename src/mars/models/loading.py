@@ -70,6 +70,11 @@ def brings_adapter(name: str) -> bool:
     return name == builtin.NAME or (Path(_expand(name)) / ADAPTER_FILE).is_file()
 
 
+def is_put_together(name: str, adapter: str | Path | None) -> bool:
+    """Do these weights exist only once they are loaded, so that nobody else finds them under that name?"""
+    return adapter is not None or brings_adapter(name) or name == builtin.BASE or name.endswith(".gguf")
+
+
 def _expand(name: str | Path) -> str:
     """Spell out a leading ``~``; anything else, a hub id above all, stays as it is."""
     return str(Path(name).expanduser()) if str(name).startswith("~") else str(name)

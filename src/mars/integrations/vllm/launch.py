@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mars.errors import MarsError
-from mars.models import builtin, load_checkpoint, save_checkpoint
-from mars.models.loading import brings_adapter
+from mars.models import load_checkpoint, save_checkpoint
+from mars.models.loading import is_put_together
 
 SERVER = "vllm.entrypoints.openai.api_server"
 
@@ -48,7 +48,7 @@ def serve(
 
 def _checkpoint(model: str, adapter: str | None, scratch: Path) -> str:
     """A name or folder that vLLM can load; what has to be put together first, is."""
-    if not (adapter or brings_adapter(model) or model == builtin.BASE or model.endswith(".gguf")):
+    if not is_put_together(model, adapter):
         return model
     save_checkpoint(load_checkpoint(model, adapter=adapter, device="cpu"), scratch / "model")
     return str(scratch / "model")
