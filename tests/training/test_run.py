@@ -180,6 +180,20 @@ def test_the_papers_setting_trains(chat_model: Path, chats: Path, tmp_path: Path
     assert metrics(recipe.output)["eval_mask_accuracy_2"] > 0.3
 
 
+def test_training_goes_on_from_an_adapter(chat_model: Path, chats: Path, tmp_path: Path) -> None:
+    first = small_recipe(chat_model, chats, tmp_path / "first", lora=LORA)
+    train(first)
+    trainer = {"max_steps": 1, "learning_rate": 1e-9, "use_cpu": True}
+    changes: dict[str, Any] = {"adapter": str(first.output / "adapter"), "trainer": trainer}
+    second = small_recipe(chat_model, chats, tmp_path / "second", lora=LORA, **changes)
+    train(second)
+    torch.testing.assert_close(weights(second.output), weights(first.output), rtol=0, atol=1e-6)
+    with pytest.raises(MarsError, match="cannot be gone on from"):
+        train(small_recipe(chat_model, chats, tmp_path / "other", lora={"r": 4}, **changes))
+    with pytest.raises(MarsError, match="say in lora how it was made"):
+        small_recipe(chat_model, chats, tmp_path / "none", **changes)
+
+
 def test_a_second_adapter_on_top_of_one_is_refused(chats: Path, tmp_path: Path) -> None:
     """It could not be published: an adapter is for a plain model."""
     with pytest.raises(MarsError, match="brings an adapter"):

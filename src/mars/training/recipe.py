@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mars.errors import MarsError
 from mars.method.dials import Dial
@@ -80,6 +80,8 @@ class Recipe(Section):
     stages: list[Stage] = Field(min_length=1)
     lora: dict[str, Any] | None = None
     """Options of peft's LoraConfig; without it all weights are trained"""
+    adapter: Path | None = None
+    """The folder of an adapter to go on from, made with the same ``lora`` options on the same model"""
     dial: Annotated[str, AfterValidator(_a_dial)] = "exact"
     """The dial that the finished checkpoint decodes with"""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
@@ -89,6 +91,12 @@ class Recipe(Section):
     """Compile the layers (worth it on a GPU for runs of more than a minute)"""
     trainer: dict[str, Any] = {}
     """Options of transformers' TrainingArguments for every stage"""
+
+    @model_validator(mode="after")
+    def _adapter_needs_lora(self) -> Self:
+        if self.adapter is not None and self.lora is None:
+            raise ValueError("to go on from an adapter, say in lora how it was made")
+        return self
 
     @property
     def block_size(self) -> int:

@@ -61,10 +61,10 @@ def train(recipe: Recipe) -> Path:
         data = prepare(recipe, pupil.tokenizer)
     if state.is_main_process:
         print(data.report, file=sys.stderr)
-    before = None
+    before = recipe.adapter
     for number, stage in enumerate(recipe.stages, 1):
         folder = recipe.output / f"{number}-{stage.stage}"
-        metrics = _run_stage(recipe, stage, folder, pupil if before is None else load_pupil(recipe), before, data)
+        metrics = _run_stage(recipe, stage, folder, pupil if number == 1 else load_pupil(recipe), before, data)
         before = folder / FINISHED
     if state.is_main_process:
         publish(recipe, pupil.settings, folder / FINISHED, model_folder, metrics)
@@ -196,11 +196,15 @@ def _objective(recipe: Recipe, stage: Stage, pupil: Pupil, device: torch.device)
 
 
 def _restore(module: nn.Module, finished: Path) -> None:
-    """Put the weights of a finished stage into the model."""
-    adapter = finished / "adapter_model.safetensors"
-    if adapter.exists():
+    """Put the weights of a finished stage, or of an adapter, into the model."""
+    if hasattr(module, "peft_config"):
         from peft import set_peft_model_state_dict
 
-        set_peft_model_state_dict(module, load_file(adapter))
+        try:
+            found = set_peft_model_state_dict(module, load_file(finished / "adapter_model.safetensors"))
+        except (FileNotFoundError, RuntimeError) as error:
+            raise MarsError(f"the adapter in {finished} cannot be gone on from: {str(error).splitlines()[0]}") from None
+        if found.unexpected_keys:
+            raise MarsError(f"the adapter in {finished} was made with other lora options: {found.unexpected_keys[0]}")
     else:
         module.load_state_dict(AutoModelForCausalLM.from_pretrained(finished, dtype=torch.float32).state_dict())
