@@ -11,7 +11,7 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from mars.decoding.text import Detokenizer, StopStrings
+from mars.decoding.text import Detokenizer, StopStrings, decode
 from mars.method.dials import TOP, Dial
 from mars.method.sampling import Sampling
 from mars.method.windows import Shape
@@ -195,7 +195,7 @@ class Answer:
     def text(self) -> str:
         if self._stops or self._spelt:
             return "".join(self.pieces)
-        return self._tokenizer.decode(self._written(0, len(self.token_ids)), skip_special_tokens=True)
+        return decode(self._tokenizer, self._written(0, len(self.token_ids)))
 
     def emit(self, tokens: Sequence[int]) -> int:
         """Take one forward's tokens, as many as fit; returns how many that were."""

@@ -10,6 +10,14 @@ BROKEN = "\ufffd"
 """What a tokenizer writes for bytes that are not a whole character (yet)."""
 
 
+def decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    """Text without special tokens. Asked for every few tokens of every answer, so by the shortest way there is."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return tokenizer.decode(tokens, skip_special_tokens=True)
+    return backend.decode(tokens, skip_special_tokens=True)
+
+
 class Detokenizer:
     """Turns a growing list of tokens into pieces whose concatenation is the whole text.
 
@@ -43,7 +51,7 @@ class Detokenizer:
         return piece
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return decode(self._tokenizer, tokens)
 
 
 class StopStrings:

@@ -221,20 +221,26 @@ class Service:
         reply: replies.Reply,
         prompt_tokens: int | None,
     ) -> AsyncIterator[str]:
-        """Chunks of all choices as they come. What piles up while a client reads goes into one chunk."""
+        """Chunks of all choices as they come. What piles up while a client reads goes into one chunk.
+
+        Sending costs more than making chunks, so those of one moment are sent together.
+        """
         try:
-            for index in range(len(tickets)):
-                if opening := reply.opening(index):
-                    yield replies.event(opening)
+            chunks = [opening for index in range(len(tickets)) if (opening := reply.opening(index))]
+            going = len(tickets)
             async for index, pieces in _merge(tickets, first):
                 answer = tickets[index].answer
                 if any(pieces):
-                    yield replies.event(reply.text(index, pieces, answer))
+                    chunks.append(reply.text(index, pieces, answer))
                 if tickets[index].is_finished:
-                    yield replies.event(reply.closing(index, answer))
+                    chunks.append(reply.closing(index, answer))
+                    going -= 1
+                if going and chunks:
+                    yield "".join(map(replies.event, chunks))
+                    chunks.clear()
             if prompt_tokens is not None:
-                yield replies.event(reply.account(prompt_tokens, [ticket.answer for ticket in tickets]))
-            yield replies.DONE
+                chunks.append(reply.account(prompt_tokens, [ticket.answer for ticket in tickets]))
+            yield "".join(map(replies.event, chunks)) + replies.DONE
         except MarsError as error:
             logs.note(http.scope, error=str(error))
             yield replies.event(to_api_error(error).body)
@@ -359,9 +365,10 @@ def create_app(service: Service) -> FastAPI:
         messages, tokenizer = [each.as_dict() for each in asked.messages], service.facts.tokenizer
         if asked.may_call:
             box = asked.toolbox(Style.of(tokenizer, service.name))
-            prompt, grammar = box.encode(tokenizer, messages, service.name), box.grammar(tokenizer)
+            prompt = await asyncio.to_thread(box.encode, tokenizer, messages, service.name)
+            grammar = box.grammar(tokenizer)
             return await service.respond(http, asked, service.reply("chat.completion", box), [prompt], grammar)
-        prompt = encode_chat(tokenizer, messages, service.name)
+        prompt = await asyncio.to_thread(encode_chat, tokenizer, messages, service.name)
         grammar = asked.response_format.grammar if asked.response_format else None
         return await service.respond(http, asked, service.reply("chat.completion"), [prompt], grammar)
 

@@ -18,8 +18,8 @@ from mars.serving.messages import Ask, Drop, Failed, FromServer, Gauges, News, R
 
 IDLE_SECONDS = 0.5
 """Between two looks at the cache's integrity while there is nothing to do"""
-PACE_SECONDS = 0.02
-"""Between two messages about a request, at least: nobody reads faster, and short ones cost as much as long ones"""
+PACE_SECONDS = 0.04
+"""Between two messages to the server: as often as a film, and short ones cost as much as long ones"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,15 @@ class _Open:
     follows: bool
     told: int = 0
     """Forwards that the server knows of"""
-    due: float = 0.0
-    """When it may be told more; the end is told at once"""
 
-    def has_news(self, now: float) -> bool:
-        is_due = now >= self.due or self.answer.finish_reason is not None
-        return is_due and self.told < len(self.answer.steps)
+    @property
+    def has_news(self) -> bool:
+        return self.told < len(self.answer.steps)
+
+    @property
+    def is_urgent(self) -> bool:
+        """The beginning and the end are told at once."""
+        return self.has_news and (not self.told or self.answer.finish_reason is not None)
 
 
 class Worker:
@@ -79,6 +82,8 @@ class Worker:
         for done, total in self._engine.warm_up(sampled=options.warm_up == "all"):
             self._say(WarmingUp(done, total))
         self._open: dict[int, _Open] = {}
+        self._due = 0.0
+        """When the server is told how all requests go on"""
         self._gauges = Gauges()
         ready = Ready(
             options.name or checkpoint.name,
@@ -126,18 +131,21 @@ class Worker:
     def _tell(self) -> None:
         """Send the news of all requests together, and how full the engine is, if that has changed."""
         now = time.monotonic()
-        written = [self._news_of(each, now) for each in self._open.values() if each.has_news(now)]
+        is_due = now >= self._due
+        if is_due:
+            self._due = now + PACE_SECONDS
+        written = [self._news_of(each) for each in self._open.values() if each.is_urgent or (is_due and each.has_news)]
         for each in written:
             if each.finish_reason is not None:
                 del self._open[each.number]
         engine = self._engine
         gauges = Gauges(engine.running, engine.waiting, engine.pages.used / max(1, engine.pages.count - 1))
-        if written or gauges != self._gauges:
+        if written or (is_due and gauges != self._gauges):
             self._gauges = gauges
             self._say(News(written, gauges))
 
-    def _news_of(self, each: _Open, now: float) -> Written:
-        answer, each.due = each.answer, now + PACE_SECONDS
+    def _news_of(self, each: _Open) -> Written:
+        answer = each.answer
         new = answer.steps[each.told :]
         each.told = len(answer.steps)
         start = len(answer.token_ids) - sum(new)
