@@ -17,7 +17,12 @@ from mars.integrations.vllm.windows import drafts_in, next_window
 
 MASK, WORDS, WIDTH = 9, 4, 8
 """Few enough words that drafts are right now and then"""
-TOLD = {"exact": (torch.inf, 0.0), "relaxed": (-1.0, 0.0), "threshold": (-torch.inf, 0.5), "one-token": (torch.inf,) * 2}
+TOLD = {
+    "exact": (torch.inf, 0.0),
+    "relaxed": (-1.0, 0.0),
+    "threshold": (-torch.inf, 0.5),
+    "one-token": (torch.inf,) * 2,
+}
 """Dials as the kernel knows them"""
 Advance = Callable[..., Next]
 

@@ -1,7 +1,7 @@
 """From ``--speculative-config '{"method": "mars"}'`` to what vLLM knows, by one of two roads.
 
 On a GPU steps are scheduled ahead, and nothing may wait for the device: vLLM's second model runner with our speculator,
-which vLLM takes for the method ``ngram_gpu``. Elsewhere, or where that is switched off, the first runner with a proposer.
+which vLLM takes for the method ``ngram_gpu``. Elsewhere, or where that is switched off, the first one with a proposer.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def translate(arguments: Any) -> None:
     windows = asked.get("windows", {})
     if not isinstance(windows, dict) or not all(str(rows).isdecimal() for rows in windows):
         raise MarsError('windows must be such as {"32": 2, "128": 0}: masks from so many requests on')
-    ours = {
+    ours: dict[str, Any] = {
         "mask": settings.mask_token_id,
         "masks": masks,
         "dial": str(parse_dial(asked.get("dial", settings.dial))),

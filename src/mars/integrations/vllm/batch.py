@@ -99,9 +99,7 @@ def _trusted(sure: Tensor | None, least: Tensor, first: Tensor, most: Tensor) ->
     return _first(~enough & (columns < most[:, None]), most)
 
 
-def _count(
-    counts: Tensor, dials: Tensor | None, sampled: Tensor, best: Tensor, emitted: Tensor, known: Tensor
-) -> None:
+def _count(counts: Tensor, dials: Tensor | None, sampled: Tensor, best: Tensor, emitted: Tensor, known: Tensor) -> None:
     spoke = emitted > 0
     accepted = (emitted - 1).clamp(min=0)
     agreed = accepted

@@ -19,7 +19,9 @@ Method = Callable[..., Any]
 def row_counts(most: int) -> list[int]:
     """How many rows graphs of windows are taken for: padding is at most a third, and a seventh among many."""
     counts = [1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64]
-    counts += [count for step, end in ((16, 128), (32, 256), (64, 1024)) for count in range(end // 2 + step, end + 1, step)]
+    counts += [
+        count for step, end in ((16, 128), (32, 256), (64, 1024)) for count in range(end // 2 + step, end + 1, step)
+    ]
     return sorted({*(count for count in counts if count < most), most})
 
 

@@ -1,4 +1,4 @@
-"""The synchronous road: the proposer that vLLM loads, and how it sees what it needs: logits, requests, what they fed."""
+"""The synchronous road: the proposer that vLLM loads, and how it sees logits, requests and what these fed."""
 
 from __future__ import annotations
 

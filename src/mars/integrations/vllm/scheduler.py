@@ -76,7 +76,7 @@ class AsyncMarsScheduler(AsyncScheduler):
         for known in (self._drafts, self._own):
             if len(known) > 2 * len(self.requests) + 64:
                 for request in known.keys() - self.requests.keys():
-                    del known[request]  # type: ignore[attr-defined]
+                    del known[request]
         return outputs
 
     def make_spec_decoding_stats(
@@ -84,7 +84,7 @@ class AsyncMarsScheduler(AsyncScheduler):
         spec_decoding_stats: Any,
         num_draft_tokens: int,
         num_accepted_tokens: int,
-        num_invalid_spec_tokens: Any,
+        num_invalid_spec_tokens: Any,  # noqa: ARG002 - grammars refuse masks, which are no drafts anyway
         request_id: str,
     ) -> Any:
         """``num_draft_tokens`` are places: count the drafts among them."""
