@@ -35,8 +35,6 @@ from mars.evaluation.plan import PROMPTS, read_prompts
 from mars.evaluation.provenance import collect
 from mars.models import Settings, load_checkpoint, save_checkpoint
 
-SHAPE_PROMPT = 64
-
 
 @dataclass(frozen=True)
 class Work:
@@ -184,25 +182,24 @@ def measure(name: str, work: Work, write: Callable[..., Any], state: Callable[[]
         if after:
             counts = {key: after[key] - before[key] for key in ("forwards", "tokens", "drafts", "accepted")}
             row |= {"tokens_per_forward": counts["tokens"] / counts["forwards"], "counts": counts}
-        note(work.out, "rows", row | {"texts": texts})
-        show(work.out, row)
+        plain = next((each for each in _rows(work.out) if (each["variant"], each["requests"]) == ("plain", size)), None)
+        if plain is not None:
+            row["same_text"] = sum(map(list.__eq__, texts, plain["texts"])) / len(texts)
+        note(work.out, "rows", row | ({"texts": texts} if name == "plain" else {}))
+        show(row, plain)
 
 
-def show(path: Path, row: dict[str, Any]) -> None:
-    rows = json.loads(path.read_text())["rows"]
-    plain = next((each for each in rows if each["variant"] == "plain" and each["requests"] == row["requests"]), None)
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return list(json.loads(path.read_text())["rows"])
+
+
+def show(row: dict[str, Any], plain: dict[str, Any] | None) -> None:
     said = f"{row['variant']:12} {row['requests']:4} requests {row['tokens_per_second']:9,.0f} tokens/s"
     said += f" {row['ms_per_step']:7.3f} ms a step {row.get('tokens_per_forward', 1):5.2f} tokens a forward"
     if plain is not None:
         said += f"  {row['tokens_per_second'] / plain['tokens_per_second']:.2f}x plain"
-        said += f", step {row['ms_per_step'] / plain['ms_per_step']:.2f}x, same text {same(row, plain, rows):.0%}"
+        said += f", step {row['ms_per_step'] / plain['ms_per_step']:.2f}x, same text {row['same_text']:.0%}"
     print(said, flush=True)
-
-
-def same(row: dict[str, Any], plain: dict[str, Any], rows: list[dict[str, Any]]) -> float:
-    mine = next(each for each in rows if each["variant"] == row["variant"] and each["requests"] == row["requests"])
-    pairs = list(zip(mine["texts"], plain["texts"], strict=True))
-    return sum(one == other for one, other in pairs) / len(pairs)
 
 
 def profile(work: Work, run: Callable[[], Any]) -> None:
@@ -317,7 +314,11 @@ def main() -> None:
             process = spawn.Process(target=run, args=(variant, work))
             process.start()
             process.join()
-    Console(width=140).print(table(json.loads(args.out.read_text())["rows"]))
+    found = json.loads(args.out.read_text())
+    for row in found["rows"]:
+        row.pop("texts", None)
+    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    Console(width=140).print(table(found["rows"]))
 
 
 def tokenized(folder: str, asked: Sequence[Any]) -> list[list[int]]:

@@ -6,7 +6,6 @@ which vLLM takes for the method ``ngram_gpu``. Elsewhere, or where that is switc
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from functools import cache, wraps
@@ -103,8 +102,10 @@ def _runs_ahead(arguments: Any) -> bool:
 
 def _run_ahead(arguments: Any, masks: int, windows: dict[int, int]) -> None:
     """vLLM schedules ahead with few methods; one of them is ours in its second runner."""
-    if os.environ.setdefault(RUNNER, "1") != "0":
-        logging.getLogger(__name__).info("mars runs in vLLM's second model runner: %s=0 takes the first", RUNNER)
+    from vllm.logger import init_logger
+
+    os.environ[RUNNER] = "1"  # the processes that vLLM starts read it, too
+    init_logger("vllm.mars").info("mars schedules ahead, in vLLM's second model runner: set %s=0 not to", RUNNER)
     width = 2 * masks
     arguments.speculative_config = {"method": "ngram_gpu", "model": METHOD, "num_speculative_tokens": width}
     sizes = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
@@ -114,8 +115,7 @@ def _run_ahead(arguments: Any, masks: int, windows: dict[int, int]) -> None:
 
         alone = min((rows for rows, count in windows.items() if not count), default=MOST_ROWS + 1)
         most = max(1, min(alone - 1, arguments.max_num_seqs or MOST_ROWS))
-        counts = [rows * (1 + width) for rows in row_counts(most)]
-        arguments.cudagraph_capture_sizes = counts
+        arguments.cudagraph_capture_sizes = [rows * (1 + width) for rows in row_counts(most)]
 
 
 def _rows(arguments: Any, masks: int) -> int:
