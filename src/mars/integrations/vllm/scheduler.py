@@ -89,7 +89,7 @@ class AsyncMarsScheduler(AsyncScheduler):
     ) -> Any:
         """``num_draft_tokens`` are places: count the drafts among them."""
         dial = self._own.get(request_id, self.dial)
-        drafts = self._drafts.get(request_id, 0)
+        drafts = min(self._drafts.get(request_id, 0), num_draft_tokens)  # a window may be cut at the context's end
         if dial.kind == "threshold" or drafts < num_accepted_tokens:
             drafts = num_accepted_tokens  # all that are fed are kept, or the dial was turned a moment ago
         kept = num_accepted_tokens == drafts < num_draft_tokens and dial.kind != "one-token"
