@@ -74,14 +74,12 @@ def engine(folder: str, mars: dict[str, Any] | None = None, **options: Any) -> A
     return LLM(folder, **shared | speculation | options)
 
 
-def write(llm: Any, count: int = ROWS, *, dial: str | None = None, mask: int = 11, **options: Any) -> Answers:
+def write(llm: Any, count: int = ROWS, *, dial: str | None = None, **options: Any) -> Answers:
     from vllm import SamplingParams
 
     asked: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, **options}
     extra = None if dial is None else {"dial": dial}
-    params = [
-        SamplingParams(max_tokens=8 + 7 * (n % 4), extra_args=extra, bad_words=None, **asked) for n in range(count)
-    ]
+    params = [SamplingParams(max_tokens=8 + 7 * (n % 4), extra_args=extra, **asked) for n in range(count)]
     prompts = [{"prompt_token_ids": [(7 * n + 3 * k) % 10 for k in range(3 + 11 * n % 70)]} for n in range(count)]
     return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)]
 
