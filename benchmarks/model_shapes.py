@@ -42,7 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "tiny": {
         "model_type": "qwen2",
-        "hidden_size": 64,
+        "hidden_size": 128,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,

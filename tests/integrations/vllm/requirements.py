@@ -18,6 +18,8 @@ TESTS = (
     "pytest",
     "pytest-xdist",
     "scipy",
+    "hypothesis",
+    "triton",
     "lm-eval[ifeval]>=0.4.13,<0.5",
 )
 

@@ -66,3 +66,44 @@ def test_other_versions(version: str, model: Path, monkeypatch: pytest.MonkeyPat
 def test_without_the_method_nothing_changes(model: Path) -> None:
     found = config(model, speculative_config=None)
     assert found.speculative_config is None and not found.additional_config
+
+
+def ahead(model: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+    """What vLLM would be told on a GPU."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from mars.integrations.vllm import arguments
+
+    monkeypatch.setattr(arguments, "_runs_ahead", lambda _: True)
+    monkeypatch.setenv(arguments.RUNNER, "1")
+    asked = EngineArgs(model=str(model), **{"speculative_config": {"method": "mars"}, **options})
+    arguments.translate(asked)
+    return asked
+
+
+def test_on_a_gpu_steps_are_scheduled_ahead(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ahead(model, monkeypatch, max_num_seqs=20)
+    assert asked.speculative_config == {"method": "ngram_gpu", "model": "mars", "num_speculative_tokens": 6}
+    assert asked.scheduler_cls.endswith("AsyncMarsScheduler")
+    assert asked.additional_config["mars"]["windows"] == {257: 0}  # a small model has windows at any load
+    assert asked.cudagraph_capture_sizes[:3] == [7, 14, 21] and asked.cudagraph_capture_sizes[-1] == 140
+
+
+def test_windows_and_graphs_of_somebodys_own(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ahead(model, monkeypatch, speculative_config={"method": "mars", "windows": {"9": 0}})
+    assert asked.cudagraph_capture_sizes == [7, 14, 21, 28, 42, 56]
+    assert ahead(model, monkeypatch, max_cudagraph_capture_size=70).cudagraph_capture_sizes is None
+
+
+def test_a_large_model_has_windows_for_fewer_rows(tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    from transformers import Qwen2Config
+
+    from mars.integrations.vllm.arguments import _rows
+
+    Qwen2Config(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, vocab_size=152064).save_pretrained(
+        tmp_path
+    )
+    asked = SimpleNamespace(hf_config_path=None, model=str(tmp_path), revision=None, trust_remote_code=False)
+    assert 32 < _rows(asked, 3) < 64

@@ -1,12 +1,17 @@
-"""From ``--speculative-config '{"method": "mars"}'`` to what vLLM knows: a proposer, a worker extension, settings."""
+"""From ``--speculative-config '{"method": "mars"}'`` to what vLLM knows, by one of two roads.
+
+On a GPU steps are scheduled ahead, and nothing may wait for the device: vLLM's second model runner with our speculator,
+which vLLM takes for the method ``ngram_gpu``. Elsewhere, or where that is switched off, the first one with a proposer.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
 
-from transformers import GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
 from mars.errors import MarsError
 from mars.method.dials import Dial
@@ -16,6 +21,13 @@ METHOD = "mars"
 OLDEST, NEWEST = (0, 24), (0, 32)
 PROPOSER = "mars.integrations.vllm.proposer.Proposer"
 SCHEDULER = "mars.integrations.vllm.scheduler.MarsScheduler"
+ASYNC_SCHEDULER = "mars.integrations.vllm.scheduler.AsyncMarsScheduler"
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"""vLLM's own switch: 0 takes the synchronous road"""
+ARITHMETIC = 5e12
+"""Floating-point operations of a step from which on a large GPU masks cost more than they bring"""
+MOST_ROWS = 256
+"""With windows, unless the setting ``windows`` says otherwise: a graph is taken for each of several counts"""
 EXTENSION = "mars.integrations.vllm.worker.Extension"
 OPTIONS = ("dial", "masks", "windows")
 
@@ -26,6 +38,7 @@ def install() -> None:
 
     if not hasattr(EngineArgs.create_engine_config, "knows_mars"):
         EngineArgs.create_engine_config = _with_mars(EngineArgs.create_engine_config)
+        _allow()
 
 
 def _with_mars(create: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +59,9 @@ def translate(arguments: Any) -> None:
     asked = {name: value for name, value in arguments.speculative_config.items() if name != "method"}
     if unknown := asked.keys() - set(OPTIONS):
         raise MarsError(f"--speculative-config has no {min(unknown)!r} for mars: use {', '.join(OPTIONS)}")
-    for option, mine in (("worker_extension_cls", EXTENSION), ("scheduler_cls", SCHEDULER)):
+    ahead = _runs_ahead(arguments)
+    scheduler = ASYNC_SCHEDULER if ahead else SCHEDULER
+    for option, mine in (("worker_extension_cls", EXTENSION), ("scheduler_cls", scheduler)):
         if getattr(arguments, option) not in (None, "", mine):
             raise MarsError(f"mars needs --{option.replace('_', '-')} for itself: leave it out")
         setattr(arguments, option, mine)
@@ -58,18 +73,82 @@ def translate(arguments: Any) -> None:
     windows = asked.get("windows", {})
     if not isinstance(windows, dict) or not all(str(rows).isdecimal() for rows in windows):
         raise MarsError('windows must be such as {"32": 2, "128": 0}: masks from so many requests on')
-    ours = {
+    ours: dict[str, Any] = {
         "mask": settings.mask_token_id,
         "masks": masks,
         "dial": str(parse_dial(asked.get("dial", settings.dial))),
         "windows": {int(rows): _whole("windows", count, 0, masks) for rows, count in windows.items()},
     }
     arguments.speculative_config = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 2 * masks}
+    if ahead:
+        if "windows" not in asked:
+            ours["windows"] = {_rows(arguments, masks) + 1: 0}
+        _run_ahead(arguments, masks, ours["windows"])
     arguments.additional_config = {**(arguments.additional_config or {}), METHOD: ours}
     _check_dials()
     from mars.integrations.vllm import endpoints
 
     endpoints.install()
+
+
+def _runs_ahead(arguments: Any) -> bool:
+    """Whether to take the asynchronous road."""
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    able = current_platform.is_cuda() and envs.VLLM_USE_V2_MODEL_RUNNER is not False
+    return able and arguments.async_scheduling is not False
+
+
+def _run_ahead(arguments: Any, masks: int, windows: dict[int, int]) -> None:
+    """vLLM schedules ahead with few methods; one of them is ours in its second runner."""
+    from vllm.logger import init_logger
+
+    os.environ[RUNNER] = "1"  # the processes that vLLM starts read it, too
+    init_logger("vllm.mars").info("mars schedules ahead, in vLLM's second model runner: set %s=0 not to", RUNNER)
+    width = 2 * masks
+    arguments.speculative_config = {"method": "ngram_gpu", "model": METHOD, "num_speculative_tokens": width}
+    sizes = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+    places = (arguments, arguments.compilation_config)
+    if all(getattr(place, name, None) is None for place in places for name in sizes):
+        from mars.integrations.vllm.graphs import row_counts
+
+        alone = min((rows for rows, count in windows.items() if not count), default=MOST_ROWS + 1)
+        most = max(1, min(alone - 1, arguments.max_num_seqs or MOST_ROWS))
+        arguments.cudagraph_capture_sizes = [rows * (1 + width) for rows in row_counts(most)]
+
+
+def _rows(arguments: Any, masks: int) -> int:
+    """How many rows can have windows before their arithmetic takes longer than what they save."""
+    config = AutoConfig.from_pretrained(
+        arguments.hf_config_path or arguments.model,
+        revision=arguments.revision,
+        trust_remote_code=arguments.trust_remote_code,
+    ).get_text_config()
+    hidden = config.hidden_size
+    inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None) or 4 * hidden
+    experts = getattr(config, "num_experts_per_tok", None) or 1
+    weights = config.num_hidden_layers * hidden * (4 * hidden + 3 * inner * experts) + hidden * config.vocab_size
+    return max(1, min(MOST_ROWS, int(ARITHMETIC / (2 * weights * (1 + 2 * masks)))))
+
+
+def _allow() -> None:
+    """vLLM 0.24 knows no n-grams in its second runner, and keeps nothing that it compiled beside them."""
+    from vllm.config import SpeculativeConfig, VllmConfig
+
+    refused, uses = VllmConfig._get_v2_model_runner_unsupported_features, SpeculativeConfig.use_ngram_gpu
+
+    @wraps(refused)
+    def _get_v2_model_runner_unsupported_features(self: Any) -> Any:
+        names = refused(self)
+        return [name for name in names if "ngram" not in name] if METHOD in (self.additional_config or {}) else names
+
+    @wraps(uses)
+    def use_ngram_gpu(self: Any) -> bool:
+        return uses(self) and self.model != METHOD
+
+    VllmConfig._get_v2_model_runner_unsupported_features = _get_v2_model_runner_unsupported_features
+    SpeculativeConfig.use_ngram_gpu = use_ngram_gpu
 
 
 def _whole(name: str, number: Any, least: int, most: int) -> int:

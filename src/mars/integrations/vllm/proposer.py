@@ -1,4 +1,4 @@
-"""The proposer that vLLM loads, and how it gets to see what it needs: logits, requests and what they fed."""
+"""The synchronous road: the proposer that vLLM loads, and how it sees logits, requests and what these fed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from mars.errors import MarsError
 from mars.integrations.vllm.arguments import METHOD, parse_dial
-from mars.integrations.vllm.windows import drafts_in, next_window
+from mars.integrations.vllm.windows import drafts_in, masks_for, next_window
 from mars.method.dials import Dial
 
 NEEDED = ("_sample", "propose_draft_token_ids", "_input_fits_in_drafter")
@@ -59,17 +59,7 @@ class Proposer:
         _hook()
 
     def load_model(self, target: Any) -> None:
-        """No text ever has a mask in it: take its logit out of everything."""
-        compute = target.compute_logits
-
-        @wraps(compute)
-        def compute_logits(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-            logits = compute(*args, **kwargs)
-            if logits is not None:  # only some ranks have them
-                logits[:, self.mask] = -torch.inf
-            return logits
-
-        target.compute_logits = compute_logits
+        without_mask(target, self.mask)
 
     def propose(self, *_: Any, **__: Any) -> list[list[int]]:
         raise RuntimeError("the runner's own method is replaced")  # vLLM asks whether there is one
@@ -92,7 +82,7 @@ class Proposer:
     def _force(self, logits: torch.Tensor, metadata: Any, best: torch.Tensor, dials: list[Dial]) -> None:
         """Make drafts certain that a dial accepts though the AR model would not have written them."""
         rows, drafts = metadata.target_logits_indices.long(), metadata.draft_token_ids.long()
-        least = torch.tensor([_log_least(dial) for dial in dials], device=logits.device)
+        least = torch.tensor([log_least(dial) for dial in dials], device=logits.device)
         counts = torch.tensor(metadata.num_draft_tokens, device=logits.device)
         mine = logits[rows, drafts]
         keep = (drafts != self.mask) & (mine > -torch.inf)
@@ -104,7 +94,7 @@ class Proposer:
         seen, self._seen = self._seen, None
         assert seen is not None
         windows: list[list[int]] = []
-        masks = self._masks_for(len(sampled))
+        masks = masks_for(len(sampled), self.windows, self.masks)
         for index, request in enumerate(runner.input_batch.req_ids):
             tokens = sampled[index]
             dial = self.dial_of(runner, request)
@@ -121,10 +111,6 @@ class Proposer:
                 trusted = _run(seen.sure[places], drafts_in(fed, self.mask), dial.value or 0.0)
             windows.append(next_window(fed, len(tokens), best, mask=self.mask, masks=masks, trusted=trusted))
         return windows
-
-    def _masks_for(self, rows: int) -> int:
-        reached = [least for least in self.windows if least <= rows]
-        return self.windows[max(reached)] if reached else self.masks
 
     def _count(self, fed: list[int], tokens: list[int], best: list[int] | None) -> None:
         """``best``: what the AR model would have written; None if all drafts were its own."""
@@ -146,7 +132,21 @@ class Proposer:
         return Dial("exact") if checks and dial.kind in ("relaxed", "threshold") else dial
 
 
-def _log_least(dial: Dial) -> float:
+def without_mask(target: Any, mask: int) -> None:
+    """No text ever has a mask in it: take its logit out of everything."""
+    compute = target.compute_logits
+
+    @wraps(compute)
+    def compute_logits(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+        logits = compute(*args, **kwargs)
+        if logits is not None:  # only some ranks have them
+            logits[:, mask] = -torch.inf
+        return logits
+
+    target.compute_logits = compute_logits
+
+
+def log_least(dial: Dial) -> float:
     """How far under the best logit a draft may be."""
     if dial.kind == "threshold":
         return -torch.inf

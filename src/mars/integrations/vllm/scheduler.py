@@ -1,12 +1,17 @@
-"""vLLM's scheduler with an honest count: masks are no drafts."""
+"""vLLM's schedulers with an honest count, since masks are no drafts; the asynchronous one also decides on windows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from mars.integrations.vllm.arguments import METHOD
+from mars.integrations.vllm.arguments import METHOD, parse_dial
+from mars.integrations.vllm.windows import masks_for
+from mars.method.dials import Dial
 
 
 class MarsScheduler(Scheduler):
@@ -19,3 +24,100 @@ class MarsScheduler(Scheduler):
             invalid[request] = invalid.get(request, 0) + places.count(mask)
         scheduler_output.num_invalid_spec_tokens = invalid
         return super().update_from_output(scheduler_output, model_runner_output)
+
+
+class AsyncMarsScheduler(AsyncScheduler):
+    """It sees no drafts, but knows how many there were: what a row emits says what its next window begins with."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = self.vllm_config.additional_config[METHOD]
+        self.masks: int = settings["masks"]
+        self.windows: dict[int, int] = {int(rows): count for rows, count in settings["windows"].items()}
+        self.dial = Dial.parse(settings["dial"])
+        self._own: dict[str, Dial] = {}
+        """Dials of requests that have one"""
+        self._drafts: dict[str, int] = {}
+        """At the beginning of each request's next window"""
+        self._next = self.masks
+        _hear_of_turns()
+
+    def turn(self, dial: str) -> None:
+        """The dial of all requests without one of their own."""
+        self.dial = Dial.parse(dial)
+
+    def add_request(self, request: Any) -> None:
+        asked = (getattr(request.sampling_params, "extra_args", None) or {}).get("dial")
+        if asked is not None:
+            self._own[request.request_id] = parse_dial(asked)
+        super().add_request(request)
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        """The next step's windows: every row gets as many places, so that there is a graph for the step."""
+        masks = 0 if self._all_alone() else masks_for(len(self.running), self.windows, self.masks)
+        scheduler_output.num_spec_tokens_to_schedule = 2 * masks
+        super()._update_after_schedule(scheduler_output)
+
+    def _all_alone(self) -> bool:
+        """Whether nobody wants drafts."""
+        if len(self._own) < len(self.running) and self.dial.kind != "one-token":
+            return False
+        return all(self._own.get(each.request_id, self.dial).kind == "one-token" for each in self.running)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        windows = scheduler_output.scheduled_spec_decode_tokens
+        if not windows:
+            self._drafts.clear()
+        elif len(windows) < len(scheduler_output.num_scheduled_tokens):
+            for request in scheduler_output.num_scheduled_tokens.keys() - windows.keys():
+                self._drafts.pop(request, None)
+        self._next = scheduler_output.num_spec_tokens_to_schedule // 2
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for known in (self._drafts, self._own):
+            if len(known) > 2 * len(self.requests) + 64:
+                for request in known.keys() - self.requests.keys():
+                    del known[request]
+        return outputs
+
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: Any,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: Any,  # noqa: ARG002 - grammars refuse masks, which are no drafts anyway
+        request_id: str,
+    ) -> Any:
+        """``num_draft_tokens`` are places: count the drafts among them."""
+        dial = self._own.get(request_id, self.dial)
+        drafts = min(self._drafts.get(request_id, 0), num_draft_tokens)  # a window may be cut at the context's end
+        if dial.kind == "threshold" or drafts < num_accepted_tokens:
+            drafts = num_accepted_tokens  # all that are fed are kept, or the dial was turned a moment ago
+        kept = num_accepted_tokens == drafts < num_draft_tokens and dial.kind != "one-token"
+        self._drafts[request_id] = min(self._next, num_draft_tokens - drafts) if kept else 0
+        return super().make_spec_decoding_stats(
+            spec_decoding_stats,
+            num_draft_tokens,
+            num_accepted_tokens,
+            {request_id: num_draft_tokens - drafts},
+            request_id,
+        )
+
+
+def _hear_of_turns() -> None:
+    """A turn of the dial goes to the workers: listen."""
+    from vllm.v1.engine.core import EngineCore
+
+    if not hasattr(EngineCore.collective_rpc, "knows_mars"):
+        EngineCore.collective_rpc = _listening(EngineCore.collective_rpc)
+
+
+def _listening(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def collective_rpc(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+        answers = call(self, method, timeout, args, kwargs)
+        if method == "mars_turn" and isinstance(self.scheduler, AsyncMarsScheduler):
+            self.scheduler.turn(*args)
+        return answers
+
+    collective_rpc.knows_mars = True  # type: ignore[attr-defined]
+    return collective_rpc

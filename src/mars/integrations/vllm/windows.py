@@ -7,7 +7,7 @@ after, if all drafts were accepted; if one was not, they stood behind a text tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def drafts_in(fed: Sequence[int], mask: int) -> int | None:
@@ -30,3 +30,9 @@ def next_window(
     if known is not None and emitted == known + 1:
         drafts = list(best[known + 1 : len(fed) + 1][:masks])[:trusted]
     return drafts + [mask] * (2 * masks - len(drafts))
+
+
+def masks_for(rows: int, windows: Mapping[int, int], most: int) -> int:
+    """How many masks so many running requests get: ``windows`` has them from so many requests on."""
+    reached = [least for least in windows if least <= rows]
+    return windows[max(reached)] if reached else most

@@ -5,8 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from vllm import envs
+
+from mars.integrations.vllm import speculator
 from mars.integrations.vllm.proposer import Proposer
+from mars.integrations.vllm.speculator import Speculator
 from mars.method.dials import Dial
+
+if envs.VLLM_USE_V2_MODEL_RUNNER:  # vLLM imports this module in each worker of ours, before there is a runner
+    speculator.install()
 
 
 class Extension:
@@ -24,6 +31,7 @@ class Extension:
         proposer = self._proposer()
         return None if proposer is None else {"dial": str(proposer.dial), **asdict(proposer.counts)}
 
-    def _proposer(self) -> Proposer | None:
-        drafter = getattr(self.model_runner, "drafter", None)
-        return drafter if isinstance(drafter, Proposer) else None
+    def _proposer(self) -> Proposer | Speculator | None:
+        runner = self.model_runner
+        drafter = getattr(runner, "speculator", None) or getattr(runner, "drafter", None)
+        return drafter if isinstance(drafter, Proposer | Speculator) else None

@@ -1,0 +1,230 @@
+"""The asynchronous road without a GPU: vLLM's second model runner on a CPU, its kernels interpreted.
+
+``python -m tests.integrations.vllm.interpreted FOLDER`` writes with and without the plugin, and prints what came of it.
+A process of its own, since triton and vLLM have to be told before anybody else asks for them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+os.environ |= {
+    "TRITON_INTERPRET": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_CI_ENV": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+from triton import backends
+
+ROWS = 6
+Answers = list[list[int]]
+
+
+class Driver:
+    """As much of one as vLLM looks for."""
+
+    is_active = staticmethod(lambda: True)
+
+
+def prepare() -> None:
+    """Have vLLM believe in triton on a CPU, schedule ahead there, and take our road."""
+    backends.backends["cpu"] = type("Backend", (), {"driver": Driver, "compiler": None})()
+    from vllm.platforms.cpu import CpuPlatform
+
+    from mars.integrations.vllm import arguments
+
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: Any, config: Any) -> None:
+        ahead = config.scheduler_config.async_scheduling
+        check(cls, config)
+        config.scheduler_config.async_scheduling = ahead
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+    arguments._runs_ahead = lambda _: True  # type: ignore[assignment]
+    arguments.install()
+
+
+def engine(folder: str, mars: dict[str, Any] | None = None, **options: Any) -> Any:
+    from vllm import LLM
+
+    shared = {
+        "dtype": "float32",
+        "max_model_len": 96,
+        "max_num_seqs": ROWS,
+        "max_num_batched_tokens": 48,
+        "enforce_eager": True,
+        "enable_prefix_caching": True,
+        "disable_log_stats": False,
+        "seed": 0,
+    }
+    speculation = {} if mars is None else {"speculative_config": {"method": "mars", **mars}}
+    return LLM(folder, **shared | speculation | options)
+
+
+def write(llm: Any, count: int = ROWS, *, dial: str | None = None, **options: Any) -> Answers:
+    from vllm import SamplingParams
+
+    asked: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, **options}
+    extra = None if dial is None else {"dial": dial}
+    params = [SamplingParams(max_tokens=8 + 7 * (n % 4), extra_args=extra, **asked) for n in range(count)]
+    prompts = [{"prompt_token_ids": [(7 * n + 3 * k) % 10 for k in range(3 + 11 * n % 70)]} for n in range(count)]
+    return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def everything(llm: Any, *, plain: bool) -> dict[str, Any]:
+    """What is to be the same with the plugin and without; masks are kept out of a model that would write them."""
+    words = [token for token in range(12) if token != 11]
+    kinds: dict[str, Callable[[], Any]] = {
+        "one": lambda: write(llm, 1, allowed_token_ids=words),
+        "many": lambda: write(llm, 2 * ROWS, allowed_token_ids=words),
+        "penalties": lambda: write(llm, 4, repetition_penalty=1.3, presence_penalty=0.4, allowed_token_ids=words),
+        "short": lambda: write(llm, 4, min_tokens=3, stop_token_ids=[4], ignore_eos=False, allowed_token_ids=words),
+        "long": lambda: longest(llm, words),
+        "likelihoods": lambda: likelihoods(llm, words),
+        "seeded": lambda: write(llm, 4, temperature=0.0, seed=3, allowed_token_ids=words),
+    }
+    if not plain:
+        kinds["greedy"] = lambda: write(llm, 2 * ROWS)
+        kinds["one-token"] = lambda: write(llm, 4, dial="one-token")
+    return {kind: timed(kind, made) for kind, made in kinds.items()}
+
+
+def timed(kind: str, made: Callable[[], Any]) -> Any:
+    begun = time.monotonic()
+    found = made()
+    print(f"{kind}: {time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)
+    return found
+
+
+def longest(llm: Any, words: list[int]) -> Answers:
+    """Up to the end of the context."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, detokenize=False, allowed_token_ids=words)
+    prompts = [{"prompt_token_ids": [1 + n, 2, 3] * 20} for n in range(3)]
+    return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def likelihoods(llm: Any, words: list[int]) -> Any:
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=12,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=1,
+        prompt_logprobs=1,
+        allowed_token_ids=words,
+    )
+    answers = llm.generate([{"prompt_token_ids": [3, 1, 4, 1, 5]}] * 2, params, use_tqdm=False)
+    assert all(step[token].logprob <= 0 for each in answers for token, step in _written(each))
+    return [[token for token, _ in _written(each)] for each in answers]
+
+
+def _written(answer: Any) -> list[tuple[int, Any]]:
+    return list(zip(answer.outputs[0].token_ids, answer.outputs[0].logprobs, strict=True))
+
+
+def sampled(llm: Any) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    words = [token for token in range(12) if token != 11]
+    params = SamplingParams(temperature=0.7, max_tokens=4, ignore_eos=True, detokenize=False, allowed_token_ids=words)
+    answers = llm.generate([{"prompt_token_ids": [3, 1, 4, 1, 5]}] * 150, params, use_tqdm=False)
+    counted = Counter(tuple(each.outputs[0].token_ids[2:4]) for each in answers)
+    return [[*text, count] for text, count in counted.items()]
+
+
+def state(llm: Any) -> dict[str, Any]:
+    return next(each for each in llm.collective_rpc("mars_state") if each)
+
+
+def metrics(llm: Any) -> dict[str, int]:
+    return {
+        each.name.removeprefix("vllm:spec_decode_num_"): each.value
+        for each in llm.get_metrics()
+        if each.name.startswith("vllm:spec_decode") and hasattr(each, "value")
+    }
+
+
+def crowd(llm: Any, requests: int) -> dict[str, Any]:
+    """Requests of all kinds that come and go."""
+    from vllm import SamplingParams
+
+    draw, dials = random.Random(0), ["exact", "relaxed=0.3", "threshold=0.3", "one-token", None]
+    inner, left, finished = llm.llm_engine, list(range(requests)), set[str]()
+    aborted = {str(number) for number in left if draw.random() < 0.2}
+    while left or inner.has_unfinished_requests():
+        for number in [left.pop() for _ in range(min(len(left), draw.randrange(4)))]:
+            dial = draw.choice(dials)
+            params = SamplingParams(
+                temperature=draw.choice([0.0, 1.0]),
+                max_tokens=draw.randint(1, 25),
+                logprobs=draw.choice([None, None, 1]),
+                ignore_eos=True,
+                detokenize=False,
+                extra_args=None if dial is None else {"dial": dial},
+            )
+            prompt = [draw.randrange(10) for _ in range(draw.randint(1, 40))]
+            inner.add_request(str(number), {"prompt_token_ids": prompt}, params)
+        for each in inner.step():
+            if each.finished:
+                finished.add(each.request_id)
+            elif each.request_id in aborted and draw.random() < 0.3:
+                inner.abort_request([each.request_id])
+                finished.add(each.request_id)
+    write(llm, 1)
+    busy = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    gauges = {each.name: each.value for each in llm.get_metrics() if hasattr(each, "value")}
+    return {
+        "finished": len(finished),
+        "busy": [gauges[name] for name in busy],
+        "preempted": gauges["vllm:num_preemptions"],
+    }
+
+
+def main(folder: str) -> dict[str, Any]:
+    prepare()
+    plain = engine(folder)
+    told: dict[str, Any] = {
+        "plain": everything(plain, plain=True),
+        "plain sampled": timed("sampled", lambda: sampled(plain)),
+    }
+    plain.llm_engine.engine_core.shutdown()
+    mars = engine(folder, {})
+    told["mars"] = everything(mars, plain=False)
+    told["metrics"], told["state"] = metrics(mars), state(mars)
+    told["mars sampled"] = timed("sampled", lambda: sampled(mars))
+    for dial in ("relaxed=0.1", "threshold=0.1"):
+        before, start = state(mars), metrics(mars)
+        told[dial] = {"text": write(mars, ROWS, dial=dial), "before": before, "after": state(mars)}
+        told[dial]["metrics"] = {name: count - start[name] for name, count in metrics(mars).items()}
+    mars.collective_rpc("mars_turn", args=("one-token",))
+    before, start = state(mars), metrics(mars)
+    told["turned"] = {"text": write(mars, ROWS), "before": before, "after": state(mars)}
+    told["turned"]["metrics"] = {name: count - start[name] for name, count in metrics(mars).items()}
+    mars.llm_engine.engine_core.shutdown()
+    mars = engine(folder, {"windows": {"3": 1, "5": 0}}, block_size=32, num_gpu_blocks_override=10)
+    told["windows"] = everything(mars, plain=False)
+    told["windows metrics"], told["windows state"] = metrics(mars), state(mars)
+    told["crowd"] = timed("crowd", lambda: crowd(mars, 30))
+    mars.llm_engine.engine_core.shutdown()
+    return told
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1])))

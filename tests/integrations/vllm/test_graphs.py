@@ -1,0 +1,65 @@
+"""Graphs for rows with fewer places than a full window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from mars.integrations.vllm.graphs import also_for_other_lengths, plain_counts, row_counts
+
+
+@dataclass(frozen=True)
+class Graph:
+    """As vLLM describes one."""
+
+    num_tokens: int
+    num_reqs: int
+    uniform_token_count: int | None
+    num_active_loras: int = 0
+
+
+def manager(windows: dict[int, int] | None, rows: int = 16) -> Any:
+    """With full graphs for windows of seven places."""
+    graphs = [Graph(7 * count, count, 7) for count in reversed(row_counts(rows))]
+    made = SimpleNamespace(
+        vllm_config=SimpleNamespace(additional_config=None if windows is None else {"mars": {"windows": windows}}),
+        compilation_config=SimpleNamespace(max_cudagraph_capture_size=7 * rows),
+        cudagraph_mode=SimpleNamespace(decode_mode=lambda: "full", separate_routine=lambda: True),
+        decode_query_len=7,
+        max_num_reqs=rows,
+        lora_capture_cases=[0],
+        _capture_descs={"full": list(graphs)},
+        _candidates={
+            (n, 0): [next(each for each in reversed(graphs) if each.num_tokens >= n)] for n in range(1, 7 * rows)
+        },
+    )
+    also_for_other_lengths(lambda _: None)(made)
+    return made
+
+
+def found(made: Any, rows: int, length: int) -> Graph:
+    fits = (each for each in made._candidates[rows * length, 0] if each.uniform_token_count == length)
+    return next(each for each in fits if each.num_reqs >= rows)
+
+
+def test_single_tokens_and_shorter_windows_have_graphs_too() -> None:
+    made = manager({4: 2, 9: 0})
+    assert found(made, 3, 7) == Graph(21, 3, 7)
+    assert found(made, 5, 1) == Graph(8, 8, 1)
+    assert found(made, 5, 5) == Graph(30, 6, 5)
+    assert found(made, 16, 1) == Graph(16, 16, 1)
+    sizes = [each.num_tokens for each in made._capture_descs["full"]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(made._capture_descs["full"]) == len(set(made._capture_descs["full"]))
+
+
+def test_without_the_method_nothing_changes() -> None:
+    assert {each.uniform_token_count for each in manager(None)._capture_descs["full"]} == {7}
+
+
+def test_counts() -> None:
+    assert row_counts(5) == [1, 2, 3, 4, 5]
+    assert row_counts(256)[-5:] == [128, 160, 192, 224, 256]
+    assert plain_counts(20) == [1, 2, 4, 8, 16]
+    assert plain_counts(256)[-1] == 256
