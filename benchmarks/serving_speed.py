@@ -112,12 +112,20 @@ def main() -> None:
     ]
     shared = (args.at_once, args.max_new_tokens)
     found: dict[str, dict[str, Any]] = {}
+
+    def keep(name: str, figures: dict[str, Any]) -> None:
+        """Also for a run that is cut off."""
+        found[name] = figures
+        if args.out:
+            asked = {key: str(value) for key, value in vars(args).items()}
+            args.out.write_text(json.dumps({"provenance": collect(), "options": asked, "found": found}, indent=2) + "\n")
+
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        found["engine"] = pool.submit(directly, args.model, args.dtype, chats, *shared).result()
+        keep("engine", pool.submit(directly, args.model, args.dtype, chats, *shared).result())
     http = partial(through_http, chats=chats, at_once=args.at_once, limit=args.max_new_tokens, processes=args.processes)
     options = ("--model", args.model, "--rows", args.at_once, "--dial", "exact", "--warm-up", "greedy")
     with mars_serve(*options, "--log-level", "warning") as ours:
-        found["mars serve"] = http(ours.address, args.model)
+        keep("mars serve", http(ours.address, args.model))
     with ExitStack() as stack:
         if args.peer:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model"
@@ -126,11 +134,8 @@ def main() -> None:
             command += ["--served-model-name", args.model, "--max-num-seqs", args.at_once]
             command += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
             stack.enter_context(running(command, r"(Application startup complete)"))
-            found["vllm serve"] = http("http://127.0.0.1:8123", args.model)
+            keep("vllm serve", http("http://127.0.0.1:8123", args.model))
     show(found)
-    if args.out:
-        asked = {key: str(value) for key, value in vars(args).items()}
-        args.out.write_text(json.dumps({"provenance": collect(), "options": asked, "found": found}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
