@@ -118,7 +118,9 @@ def main() -> None:
         found[name] = figures
         if args.out:
             asked = {key: str(value) for key, value in vars(args).items()}
-            args.out.write_text(json.dumps({"provenance": collect(), "options": asked, "found": found}, indent=2) + "\n")
+            args.out.write_text(
+                json.dumps({"provenance": collect(), "options": asked, "found": found}, indent=2) + "\n"
+            )
 
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         keep("engine", pool.submit(directly, args.model, args.dtype, chats, *shared).result())
