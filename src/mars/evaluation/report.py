@@ -81,17 +81,17 @@ def report(paths: Sequence[Path], out: Path) -> list[Path]:
 def _accuracy(sources: Sources) -> Section:
     """Checkpoints beside each other, one token per forward."""
     checkpoints = [each for each in sources.checkpoints if PLAIN in each.found.plan.dials]
-    head = _head(sources, checkpoints)
-    lines = [Line(each.label, _score_cells(sources, each, PLAIN), each.tags(dial=PLAIN)) for each in checkpoints]
+    tasks = sources.tasks
+    head = _head(tasks, checkpoints) + [Cell("Average")] * sources.has_averages
+    lines = [Line(each.label, _score_cells(sources, tasks, each, PLAIN), each.tags(dial=PLAIN)) for each in checkpoints]
     tables = [Table("Accuracy", "Score in percent ± half of its 95 % interval.", head, lines)] if lines else []
     if len(checkpoints) > 1:
         first, *others = checkpoints
         lines = [
-            Line(each.label, [_compared(first, each, task) for task in sources.tasks], each.tags(dial=PLAIN))
-            for each in others
+            Line(each.label, [_compared(first, each, task) for task in tasks], each.tags(dial=PLAIN)) for each in others
         ]
         caption = f"Points above or below {first.label} on the same items. {TEST}"
-        tables.append(Table(f"Against {first.label}", caption, head[: len(sources.tasks)], lines))
+        tables.append(Table(f"Against {first.label}", caption, head[: len(tasks)], lines))
     return Section(
         "Accuracy, one token per forward",
         "The models themselves, decoded in the ordinary way: no dial is at work.",
@@ -106,23 +106,24 @@ def _by_dial(sources: Sources) -> Section:
         first, *others = each.found.plan.dials
         if not others:
             continue
-        head = _head(sources, [each])
+        tasks = [task for task in sources.tasks if each.row(task, first)]
+        averaged = sources.has_averages and tasks == sources.tasks
+        head = _head(tasks, [each]) + [Cell("Average")] * averaged
         cuts = [row.cut for row in each.found.rows]
         caption = (
             "Score in percent ± half of its 95 % interval; below it, tokens per forward. "
             f"{_range(cuts)} of a cell's answers hit the limit of {each.found.plan.max_new_tokens} tokens."
         )
         lines = [
-            Line(dial, _score_cells(sources, each, dial, with_speed=True), each.tags(dial=dial))
+            Line(dial, _score_cells(sources, tasks, each, dial, with_speed=True), each.tags(dial=dial))
             for dial in (first, *others)
         ]
         tables.append(Table(each.label, caption, head, lines))
         caption = f"Points above or below {first} on the same items. {TEST} Same: share of answers with the same text."
         lines = [
-            Line(dial, [_against(each.row(task, dial)) for task in sources.tasks], each.tags(dial=dial))
-            for dial in others
+            Line(dial, [_against(each.row(task, dial)) for task in tasks], each.tags(dial=dial)) for dial in others
         ]
-        tables.append(Table(f"{each.label}: against {first}", caption, head[: len(sources.tasks)], lines))
+        tables.append(Table(f"{each.label}: against {first}", caption, head[: len(tasks)], lines))
     return Section(
         "Accuracy and tokens per forward by dial",
         "What each setting of the dial gains in tokens, and costs in score.",
@@ -130,18 +131,21 @@ def _by_dial(sources: Sources) -> Section:
     )
 
 
-def _head(sources: Sources, checkpoints: Sequence[Checkpoint]) -> list[Cell]:
-    """The tasks, with how many items they have, and the average."""
+def _head(tasks: Sequence[str], checkpoints: Sequence[Checkpoint]) -> list[Cell]:
+    """The tasks, with how many items they have."""
     head = []
-    for task in sources.tasks:
+    for task in tasks:
         counts = {row.items for each in checkpoints for row in each.found.rows if row.task == task}
         head.append(Cell(_task(task), notes=[f"{_span(counts)} items"] if counts else ()))
-    return head + [Cell("Average")] * sources.has_averages
+    return head
 
 
-def _score_cells(sources: Sources, checkpoint: Checkpoint, dial: str, with_speed: bool = False) -> list[Cell]:
-    scores: list[Score | None] = [checkpoint.row(task, dial) for task in sources.tasks]
-    if sources.has_averages:
+def _score_cells(
+    sources: Sources, tasks: Sequence[str], checkpoint: Checkpoint, dial: str, with_speed: bool = False
+) -> list[Cell]:
+    """Of some tasks; behind all of them, of their average."""
+    scores: list[Score | None] = [checkpoint.row(task, dial) for task in tasks]
+    if sources.has_averages and tasks == sources.tasks:
         scores.append({score.dial: score for score in checkpoint.scores()}.get(dial))
     return [_score_cell(score, with_speed) for score in scores]
 
