@@ -298,15 +298,15 @@ def _subject(bench: Bench) -> str:
 
 
 def _examples(sources: Sources) -> Section:
-    """For each task the item that most dials show."""
+    """For each task the item that most dials show, and of several such the one whose forwards write most."""
     shown = []
     for task in sources.tasks:
         items: dict[tuple[int, int | str], list[Example]] = defaultdict(list)
         for number, each in enumerate(sources.checkpoints):
             for example in each.found.examples:
-                if example.task == task:
+                if example.task == task and any(example.pieces):
                     items[number, example.item].append(example)
-        (number, item), best = max(items.items(), key=lambda pair: len(pair[1]), default=((0, ""), []))
+        (number, item), best = max(items.items(), key=lambda pair: _worth_showing(pair[1]), default=((0, ""), []))
         if len(best) > 1:
             whose = sources.checkpoints[number]
             pieces = {example.dial: example.pieces for example in best[:EXAMPLE_DIALS]}
@@ -314,6 +314,12 @@ def _examples(sources: Sources) -> Section:
     return Section(
         "What a forward writes", "The tokens of each forward have one colour; four colours take turns.", answers=shown
     )
+
+
+def _worth_showing(examples: Sequence[Example]) -> tuple[int, float]:
+    """How many there are, and how many letters a forward writes in them."""
+    pieces = [piece for example in examples for piece in example.pieces]
+    return len(examples), len("".join(pieces)) / len(pieces)
 
 
 # --- the paragraph on top
