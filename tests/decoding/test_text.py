@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from mars.decoding.request import Answer, Request
 from mars.decoding.text import Detokenizer, StopStrings
+from mars.method.dials import Dial
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
@@ -40,6 +42,22 @@ def pieces(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
 def test_text_survives(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert "".join(pieces(tokenizer, tokens)) == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.text(max_size=40), st.data())
+def test_text_made_at_once_is_the_same(tokenizer: PreTrainedTokenizerBase, text: str, data: st.DataObject) -> None:
+    """However many forwards it is made of at a time, only which of them it counts for changes."""
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    answer = Answer(Request([1], Dial("one-token"), max_new_tokens=len(tokens) + 1), tokenizer, frozenset())
+    while left := tokens[len(answer.token_ids) :]:
+        answer.emit(left[: data.draw(st.integers(1, 4))])
+        if data.draw(st.booleans()):
+            answer.spell_at_once()
+    answer.cancel("stop")
+    answer.emit([])
+    assert "".join(answer.pieces) == answer.text == tokenizer.decode(tokens, skip_special_tokens=True)
+    assert len(answer.pieces) == len(answer.steps)
 
 
 @settings(deadline=None, max_examples=150)

@@ -31,7 +31,7 @@ def test_streams_go_on_while_the_dial_is_turned(letters: Path) -> None:
                 stream=True,
                 temperature=0,
                 max_tokens=230,
-                extra_body={"ignore_eos": True},
+                extra_body={"ignore_eos": True, "stream_options": {"include_forwards": True}},
             )
             ends = []
             async for chunk in stream:

@@ -49,9 +49,8 @@ def test_a_request_has_its_own_dial(client: openai.OpenAI, letters: Path, dial: 
 
 
 def test_a_stream(client: openai.OpenAI, expected: mars.Generation) -> None:
-    chunks = list(
-        client.chat.completions.create(messages=ASK, stream=True, stream_options={"include_usage": True}, **GREEDY)
-    )
+    everything = {"include_usage": True, "include_forwards": True}
+    chunks = list(client.chat.completions.create(messages=ASK, stream=True, stream_options=everything, **GREEDY))
     first, *middle, last, account = chunks
     assert first.choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in middle) == expected.text
@@ -61,6 +60,9 @@ def test_a_stream(client: openai.OpenAI, expected: mars.Generation) -> None:
     sizes = [size for chunk in middle for size in chunk.model_extra["mars"]["forwards"]]
     assert sum(characters for _, characters in sizes) == len(expected.text)
     assert len({chunk.id for chunk in chunks}) == 1
+    plain = list(client.chat.completions.create(messages=ASK, stream=True, **GREEDY))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in plain) == expected.text
+    assert not any("mars" in chunk.model_extra for chunk in plain)
 
 
 def test_many_at_once_with_the_async_client(server: str, expected: mars.Generation) -> None:

@@ -36,6 +36,7 @@ from mars.serving.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     DialRequest,
+    StreamOptions,
     TokenizeRequest,
 )
 from mars.serving.tools import Style, Toolbox
@@ -190,8 +191,7 @@ class Service:
             return Response(status_code=499)  # nobody reads it
         count = sum(map(len, prompts))
         if asked.stream:
-            wants_usage = asked.stream_options is not None and asked.stream_options.include_usage
-            events = self._events(http, tickets, first, reply, count if wants_usage else None)
+            events = self._events(http, tickets, first, reply, count, asked.stream_options or StreamOptions())
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         try:
             await _unless_gone(http, _finish(tickets))
@@ -217,9 +217,10 @@ class Service:
         self,
         http: Request,
         tickets: Sequence[Ticket],
-        first: list[str],
+        first: int,
         reply: replies.Reply,
-        prompt_tokens: int | None,
+        prompt_tokens: int,
+        options: StreamOptions,
     ) -> AsyncIterator[str]:
         """Chunks of all choices as they come. What piles up while a client reads goes into one chunk.
 
@@ -228,17 +229,19 @@ class Service:
         try:
             chunks = [opening for index in range(len(tickets)) if (opening := reply.opening(index))]
             going = len(tickets)
-            async for index, pieces in _merge(tickets, first):
+            async for index, known in _merge(tickets, first):
                 answer = tickets[index].answer
-                if any(pieces):
-                    chunks.append(reply.text(index, pieces, answer))
+                if not options.include_forwards:
+                    answer.spell_at_once()
+                if any(answer.pieces[known:]):
+                    chunks.append(reply.text(index, known, answer, by_forward=options.include_forwards))
                 if tickets[index].is_finished:
                     chunks.append(reply.closing(index, answer))
                     going -= 1
                 if going and chunks:
                     yield "".join(map(replies.event, chunks))
                     chunks.clear()
-            if prompt_tokens is not None:
+            if options.include_usage:
                 chunks.append(reply.account(prompt_tokens, [ticket.answer for ticket in tickets]))
             yield "".join(map(replies.event, chunks)) + replies.DONE
         except MarsError as error:
@@ -248,21 +251,21 @@ class Service:
             self.close(http, tickets, reply)
 
 
-async def _finish(tickets: Sequence[Ticket]) -> list[str]:
+async def _finish(tickets: Sequence[Ticket]) -> int:
     for ticket in tickets:
         while not ticket.is_finished:
             await ticket.advance()
-    return []
+    return 0
 
 
-async def _merge(tickets: Sequence[Ticket], first: list[str]) -> AsyncIterator[tuple[int, list[str]]]:
-    """(index, the texts of its new forwards), whichever comes next; ``first`` has come for the first one already."""
+async def _merge(tickets: Sequence[Ticket], first: int) -> AsyncIterator[tuple[int, int]]:
+    """(index, forwards that were known already), whichever comes next; the ``first`` ticket has advanced once."""
     yield 0, first
     if len(tickets) == 1:  # as nearly always
         while not tickets[0].is_finished:
             yield 0, await tickets[0].advance()
         return
-    waiting: dict[asyncio.Task[list[str]], int] = {}
+    waiting: dict[asyncio.Task[int], int] = {}
 
     def wait_for(index: int) -> None:
         if not tickets[index].is_finished:
@@ -282,7 +285,7 @@ async def _merge(tickets: Sequence[Ticket], first: list[str]) -> AsyncIterator[t
             task.cancel()
 
 
-async def _unless_gone(http: Request, work: Coroutine[Any, Any, list[str]]) -> list[str] | None:
+async def _unless_gone(http: Request, work: Coroutine[Any, Any, int]) -> int | None:
     """What the work gives, or None as soon as the client has hung up."""
 
     async def gone() -> None:

@@ -70,8 +70,8 @@ class Ticket:
     def is_finished(self) -> bool:
         return self.answer.finish_reason is not None
 
-    async def advance(self) -> list[str]:
-        """Wait for news and put them into the answer; returns the text of each new forward."""
+    async def advance(self) -> int:
+        """Wait for news and put them into the answer; returns how many forwards it had before."""
         await self._changed.wait()
         self._changed.clear()
         if self._error is not None:
@@ -85,7 +85,7 @@ class Ticket:
             self.answer.likelihoods += each.likelihoods
             if each.finish_reason is not None and not self.is_finished:
                 self.answer.cancel(each.finish_reason)  # by a grammar, of which only the engine knows
-        return self.answer.pieces[before:]
+        return before
 
 
 class Backend:

@@ -22,6 +22,8 @@ class Strict(BaseModel):
 
 class StreamOptions(Strict):
     include_usage: bool = False
+    include_forwards: bool = False
+    """Ours: how many tokens and characters each forward wrote"""
 
 
 class Completing(Strict):

@@ -76,13 +76,16 @@ class Reply:
         """A chat's first chunk says who speaks."""
         return self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, {}) if self.is_chat else None
 
-    def text(self, index: int, pieces: Sequence[str], answer: Answer) -> dict[str, Any]:
-        """What the last forwards wrote; ``mars.forwards`` has tokens and characters of each."""
-        text, steps = "".join(pieces), answer.steps[-len(pieces) :]
+    def text(self, index: int, known: int, answer: Answer, *, by_forward: bool) -> dict[str, Any]:
+        """What the forwards after the ``known`` ones wrote; ``mars.forwards`` has tokens and characters of each."""
+        pieces, steps = answer.pieces[known:], answer.steps[known:]
+        text = "".join(pieces)
         chunk = self._chunk(index, {"delta": self._delta(index, text)}, {"text": text})
         chunk["choices"][0]["logprobs"] = self._logprobs(answer, len(answer.token_ids) - sum(steps))
-        sizes = [[tokens, len(piece)] for tokens, piece in zip(steps, pieces, strict=True)]
-        return chunk | {"mars": {"forwards": sizes}}
+        if by_forward:
+            sizes = [[tokens, len(piece)] for tokens, piece in zip(steps, pieces, strict=True)]
+            chunk["mars"] = {"forwards": sizes}
+        return chunk
 
     def closing(self, index: int, answer: Answer) -> dict[str, Any]:
         return self._chunk(index, {"delta": self._delta(index, "", last=True)}, {"text": ""}, answer)

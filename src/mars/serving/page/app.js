@@ -362,7 +362,7 @@ function settings() {
     max_tokens: $("max-tokens").valueAsNumber || undefined,
     temperature: $("temperature").valueAsNumber || 0,
     stream: true,
-    stream_options: { include_usage: true },
+    stream_options: { include_usage: true, include_forwards: true },
   };
 }
 
