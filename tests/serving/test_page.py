@@ -128,7 +128,9 @@ def test_an_answer_streams_in(page: Page, http: httpx.Client) -> None:
     cut_off(page, 120)
     send(page, LONG)
     idle(page)
-    whole = http.post("/v1/chat/completions", json=chat(LONG, max_tokens=120)).json()["choices"][0]["message"]["content"]
+    whole = http.post("/v1/chat/completions", json=chat(LONG, max_tokens=120)).json()["choices"][0]["message"][
+        "content"
+    ]
     expect(page.locator(".question")).to_have_text(LONG)
     expect(page.locator(".answer .text")).to_have_text(whole)
     seen = [each for each in page.evaluate("seen") if each["busy"] == "true" and 0 < each["length"] < len(whole)]
