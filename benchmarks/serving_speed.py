@@ -3,7 +3,8 @@
     python benchmarks/serving_speed.py --model smollm2-135m --requests 256 --at-once 32 --peer vllm --out speed.json
 
 All get the same prompts, as many requests at once, and the same client; each has a process of its own, one after the
-other. A request that ends is followed by the next at once. The engine makes text, too.
+other. Requests are dealt out to clients beforehand, and a client whose request has ended asks the next at once: the
+longest share decides, for the engine as for the servers. The engine makes text, too.
 """
 
 from __future__ import annotations
@@ -42,16 +43,19 @@ def directly(model: str, dtype: str | None, chats: Sequence[Chat], at_once: int,
     engine = loaded.engine()
 
     def work(chats: Sequence[Chat]) -> tuple[int, float]:
-        left = deque(loaded.request(chat, dial="exact", max_new_tokens=limit) for chat in chats)
-        going, tokens, started = list[Answer](), 0, time.perf_counter()
-        while left or going:
-            while left and len(going) < at_once:
-                going.append(engine.add(left.popleft()))
+        asked = [loaded.request(chat, dial="exact", max_new_tokens=limit) for chat in chats]
+        lanes = [deque(asked[lane::at_once]) for lane in range(at_once)]
+        going: dict[int, Answer] = {}
+        tokens, started = 0, time.perf_counter()
+        while any(lanes) or going:
+            for number, lane in enumerate(lanes):
+                if lane and number not in going:
+                    going[number] = engine.add(lane.popleft())
             engine.step()
-            for answer in [each for each in going if each.finish_reason]:
+            for number, answer in [each for each in going.items() if each[1].finish_reason]:
                 tokens += len(answer.token_ids)
                 assert answer.text is not None
-                going.remove(answer)
+                del going[number]
         return tokens, time.perf_counter() - started
 
     work(chats[:at_once])

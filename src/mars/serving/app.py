@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ from mars.serving.tools import Style, Toolbox
 
 log = logging.getLogger("mars.serving")
 PAGE = Path(__file__).parent / "page"
+READERS = 2
+"""Threads that turn messages into tokens: with many, the loop would have to wait for all of them"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class Service:
         self.backend = backend
         self.rules = rules
         self.metrics = Metrics(backend, self.name)
+        self._readers = ThreadPoolExecutor(READERS, "reader")
         strict = Dial("exact") if self.facts.dial.is_loose else self.facts.dial
         self._governor = Governor(ladder(strict, rules.floor), target or Target())
         self.is_auto = False
@@ -101,6 +105,11 @@ class Service:
     @property
     def dial(self) -> Dial:
         return self.backend.dial or self.facts.dial
+
+    async def read(self, encode: Callable[..., list[int]], messages: list[dict[str, Any]]) -> list[int]:
+        """Messages become tokens in a thread, so that no long chat holds up the streams."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._readers, encode, self.facts.tokenizer, messages, self.name)
 
     def reply(self, kind: str, tools: Toolbox | None = None) -> replies.Reply:
         return replies.Reply(kind, self.name, self.facts.tokenizer, tools)
@@ -368,10 +377,10 @@ def create_app(service: Service) -> FastAPI:
         messages, tokenizer = [each.as_dict() for each in asked.messages], service.facts.tokenizer
         if asked.may_call:
             box = asked.toolbox(Style.of(tokenizer, service.name))
-            prompt = await asyncio.to_thread(box.encode, tokenizer, messages, service.name)
+            prompt = await service.read(box.encode, messages)
             grammar = box.grammar(tokenizer)
             return await service.respond(http, asked, service.reply("chat.completion", box), [prompt], grammar)
-        prompt = await asyncio.to_thread(encode_chat, tokenizer, messages, service.name)
+        prompt = await service.read(encode_chat, messages)
         grammar = asked.response_format.grammar if asked.response_format else None
         return await service.respond(http, asked, service.reply("chat.completion"), [prompt], grammar)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -103,6 +104,8 @@ async def _serve(serving: Serving, rules: Rules) -> None:
             timeout_graceful_shutdown=DRAIN_SECONDS,
             lifespan="off",
         )
+        gc.collect()
+        gc.freeze()  # as the worker does
         host, port = listening.getsockname()[:2]
         announce = partial(console.print, f"Serving {service.name} on http://{host}:{port}", markup=False)
         await _Server(config, announce).serve(sockets=[listening])
