@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +128,7 @@ def test_scores_alone_need_no_model(run: Run, model: Path, tmp_path: Path, capsy
     answers = out / "answers" / "gsm8k.one-token.jsonl"
     changed = [each | {"text": "The answer is 7."} for each in lines(answers)]
     answers.write_text("".join(json.dumps(each) + "\n" for each in changed))
+    shutil.rmtree(out / "samples")  # only the answers were brought from elsewhere
     assert run("--model", "no-such-model", *command, "--score-only") == 0
     assert results(out)["gsm8k", "one-token"]["score"] == 0.5
     assert run("--model", "no-such-model", *command, "--dials", "exact", "--score-only") == 2

@@ -238,7 +238,6 @@ class _Folder:
                         )
         else:
             (self._out / "answers").mkdir(parents=True, exist_ok=True)
-            (self._out / "samples").mkdir(exist_ok=True)
             write_whole(path, json.dumps(facts, indent=2) + "\n")
 
     def missing(self, exam: Exam, dial: str) -> list[Item]:
@@ -282,7 +281,9 @@ class _Folder:
             for item, answer, each in zip(exam.items, answers, figures, strict=True)
         ]
         lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
-        write_whole(self._path("samples", exam.name, dial), lines)
+        path = self._path("samples", exam.name, dial)
+        path.parent.mkdir(exist_ok=True)  # answers may come from another machine
+        write_whole(path, lines)
         return samples
 
     def examples(self, exam: Exam, dial: str) -> list[dict[str, Any]]:
