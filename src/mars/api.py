@@ -56,14 +56,14 @@ class Model:
             self._engine = Engine(self.checkpoint, block_size=max(block_size, trained), **self._options)
         return self._engine
 
-    def warm_up(self, bar: Progress | None = None, rows: int | None = None) -> None:
+    def warm_up(self, bar: Progress | None = None, rows: int | None = None, *, dials: Sequence[str] = ()) -> None:
         """Have the engine ready for so many requests at once, all that it takes by default, before the first comes.
 
-        On a GPU this compiles and records its steps: a minute or two the first time, less from then on. Shown in
-        ``bar`` if one is given.
+        On a GPU this compiles and records its steps, those of ``exact`` and of the ``dials`` named: a minute or two the
+        first time, less from then on. Shown in ``bar`` if one is given.
         """
         task = None
-        for done, total in self.engine().warm_up(rows):
+        for done, total in self.engine().warm_up(rows, dials=[Dial.parse(each) for each in dials]):
             if bar is not None:
                 task = bar.add_task("warming up") if task is None else task
                 bar.update(task, completed=done, total=total)

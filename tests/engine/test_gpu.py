@@ -14,6 +14,7 @@ from mars.decoding.decoder import Decoder
 from mars.decoding.grammar import lark_grammar
 from mars.decoding.request import Request
 from mars.engine import Engine
+from mars.engine.graphs import GraphRunner
 from mars.engine.layout import Layout
 from mars.method.dials import Dial
 from mars.method.sampling import gumbel
@@ -92,6 +93,24 @@ def test_every_kind_of_sampling_is_recorded() -> None:
     assert texts(engine, requests) == expected
     for request, alone in zip(requests, expected, strict=True):
         assert texts(engine, [request]) == [alone]
+
+
+def test_after_the_warm_up_the_dial_turns_without_a_recording() -> None:
+    dials = [Dial("relaxed", 0.5), Dial("threshold", 0.9)]
+    engine = Engine(on_gpu(tiny_checkpoint("llama")), rows=4, memory=2**24, cost=wide)
+    assert isinstance(engine._runner, GraphRunner)
+    assert list(engine.warm_up(dials=dials, sampled=True))[-1][0] > 0
+    recorded = set(engine._runner._steps)
+    for temperature in (0.0, 1.0):
+        requests = [
+            Request(PROMPTS[index], dial, Sampling(temperature, seed=index), max_new_tokens=12)
+            for index, dial in enumerate(
+                [Dial("exact"), Dial("one-token"), Dial("relaxed", 0.2), Dial("threshold", 0.5)]
+            )
+        ]
+        for request in requests:
+            texts(engine, [request])
+    assert set(engine._runner._steps) == recorded
 
 
 def test_grammars_are_followed_though_the_device_works_ahead() -> None:

@@ -29,6 +29,7 @@ from mars.engine.rows import Row
 from mars.engine.runner import Batch, Chunk, Result, Runner, Terms
 from mars.engine.state import Place, State
 from mars.errors import MarsError
+from mars.method.dials import Dial, DialFeatures
 from mars.method.sampling import token_bias
 from mars.method.windows import Shape
 from mars.models.checkpoint import Checkpoint
@@ -131,14 +132,22 @@ class Engine:
     def running(self) -> int:
         return len(self._running)
 
-    def warm_up(self, rows: int | None = None, *, sampled: bool = False) -> Iterator[tuple[int, int]]:
+    def warm_up(
+        self, rows: int | None = None, *, dials: Sequence[Dial] = (), sampled: bool = False
+    ) -> Iterator[tuple[int, int]]:
         """Get ready for up to so many rows, all by default, as far as that can be done ahead of time.
 
-        ``sampled``: also for requests with a temperature. Yields how much is done, and of how much.
+        Beside ``one-token`` and ``exact``, for these ``dials``; ``sampled``: also for requests with a temperature.
+        Yields how much is done, and of how much.
         """
         if isinstance(self._runner, GraphRunner):
             most = min(rows or self._state.slots, self._state.slots)
-            yield from self._runner.warm_up(most, self._prefill_tokens, sampled=sampled)
+            loose = {
+                (Layout.of(self._default if dial.checks else Shape(), self.block_size), DialFeatures.of([dial]))
+                for dial in dials
+                if dial.is_loose
+            }
+            yield from self._runner.warm_up(most, self._prefill_tokens, list(loose), sampled=sampled)
 
     def add(self, request: Request, priority: int = 0) -> Answer:
         """Queue a request; the smaller its priority, the sooner it runs. The answer grows as the engine steps."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,20 +106,27 @@ class GraphRunner(Runner):
             recording.numbers.copy_(torch.tensor([*now, *padding]).pin_memory(), non_blocking=True)
             recording.graph.replay()
 
-    def warm_up(self, rows: int, prefill_tokens: int, *, sampled: bool) -> Iterator[tuple[int, int]]:
+    def warm_up(
+        self, rows: int, prefill_tokens: int, loose: Sequence[tuple[Layout, DialFeatures]], *, sampled: bool
+    ) -> Iterator[tuple[int, int]]:
         """Record all that up to this many rows may need; yields how many recordings are done, and of how many.
 
-        What is rare is recorded when it comes: truncation, penalties, bias, grammars, likelihoods, and draws unless
-        ``sampled``.
+        What is rare is recorded when it comes: truncation, penalties, bias, grammars, likelihoods, ``loose`` dials that
+        are not named, and draws unless ``sampled``.
         """
         smallest, *larger = sorted({bucket(each) for each in range(1, rows + 1)})
         sizes = [smallest, *reversed(larger)]  # the compiler looks at the first, memory is reused from large to small
         counts = [each for each in reversed(PIECES) if each == 1 or each * self.PIECE <= prefill_tokens]
-        todo = [*((self._read, count) for count in counts), *((self._measure, size) for size in sizes)]
-        todo += [(self._record_draws, size) for size in sizes if sampled]
-        for done, (work, size) in enumerate(todo):
+        steps = [(layout, Features(), dials) for layout, dials in loose]
+        if sampled:
+            exact = [(layout, DialFeatures()) for layout in self.layouts]
+            steps += [(layout, Features(greedy=False), dials) for layout, dials in (*exact, *loose)]
+        todo: list[Callable[[], Any]] = [partial(self._read, count) for count in counts]
+        todo += [partial(self._measure, size) for size in sizes]
+        todo += [partial(self._step, size, *step) for step in steps for size in sizes]
+        for done, work in enumerate(todo):
             yield done, len(todo)
-            work(size)
+            work()
         yield len(todo), len(todo)
 
     def cost(self, rows: int, layout: Layout) -> float:
@@ -144,10 +152,6 @@ class GraphRunner(Runner):
             end.synchronize()
             self._costs[rows, layout] = start.elapsed_time(end) / 1000 / REPEATS
         self.state.put([Place(NOBODY, 0, 0)])
-
-    def _record_draws(self, rows: int) -> None:
-        for layout in self.layouts:
-            self._step(rows, layout, Features(greedy=False), DialFeatures())
 
     def _step(self, rows: int, layout: Layout, features: Features, dials: DialFeatures) -> Recording | None:
         key = (rows, layout, features, dials)

@@ -75,7 +75,7 @@ class _Bench:
             with load_vllm(*where, speculative_config=PLUGIN) as llm:
                 self._turn(lambda name: with_vllm(llm, model, name))
         else:
-            model.warm_up(self._bar)
+            model.warm_up(self._bar, dials=[split_dial(each)[0] for each in self._plan.dials])
             self._turn(lambda name: with_dial(model, *split_dial(name)))
 
     def _turn(self, contender: Callable[[str], Contender]) -> None:

@@ -141,7 +141,7 @@ Write = Callable[[Sequence[Request]], Generator[tuple[int, Generation], None, No
 def _open_engine(model: Model, plan: Evaluation, bar: Progress) -> Iterator[Write]:
     """What answers requests. It profits from no prompt that it saw before."""
     if plan.engine == "mars":
-        model.warm_up(bar)
+        model.warm_up(bar, dials=[split_dial(each)[0] for each in plan.dials])
 
         def write(requests: Sequence[Request]) -> Generator[tuple[int, Generation], None, None]:
             forget_prompts(model.engine(requests[0].block_size))

@@ -14,6 +14,7 @@ from mars.decoding.grammar import lexicon_of
 from mars.decoding.request import Answer
 from mars.engine import Engine, QueueFullError
 from mars.errors import MarsError
+from mars.method.dials import Dial
 from mars.models import load_checkpoint
 from mars.serving.messages import Ask, Drop, Failed, FromServer, Gauges, News, Ready, Refused, Turn, WarmingUp, Written
 
@@ -80,7 +81,8 @@ class Worker:
             lexicon_of(checkpoint)
         self._connection = connection
         self._engine = Engine(checkpoint, rows=options.rows, memory=options.memory)
-        for done, total in self._engine.warm_up(sampled=options.warm_up == "all"):
+        kinds = [Dial("relaxed", 0.5), Dial("threshold", 0.9)] if checkpoint.settings else []  # the dial will be turned
+        for done, total in self._engine.warm_up(dials=kinds, sampled=options.warm_up == "all"):
             self._say(WarmingUp(done, total))
         self._open: dict[int, _Open] = {}
         self._due = 0.0
