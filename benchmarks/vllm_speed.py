@@ -5,8 +5,9 @@
     python benchmarks/vllm_speed.py --variants mars --requests 8 --profile --out profile.json
 
 Each variant has a process of its own and one model for all numbers of requests; a request that ends is followed by the
-next at once. All write the same prompts greedily; the file is written after every row. With a shape the weights are
-random, so that the time of a step is what counts: with ``threshold=0`` every draft is kept, with ``exact`` hardly any.
+next at once. All write the same prompts greedily, in random order; the file is written after every row. With a shape
+the weights are random, so that the time of a step is what counts: with ``threshold=0`` every draft is kept, with
+``exact`` hardly any.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import importlib.metadata
 import json
 import multiprocessing
 import os
+import random
 import sys
 import tempfile
 import time
@@ -34,6 +36,9 @@ import mars
 from mars.evaluation.plan import PROMPTS, read_prompts
 from mars.evaluation.provenance import collect
 from mars.models import Settings, load_checkpoint, save_checkpoint
+
+LEAST = 16
+"""Requests of a measurement, at least"""
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class Work:
     profile: bool = False
 
     def asked(self, size: int) -> list[list[int]]:
-        count = max(size * self.rounds, 4)
+        count = max(size * self.rounds, LEAST)
         return (self.prompts * (count // len(self.prompts) + 1))[:count]
 
 
@@ -306,6 +311,7 @@ def main() -> None:
                 saving.start()
                 saving.join()
             asked = tokenized(folder, list(PROMPTS) if args.prompts is None else read_prompts(args.prompts))
+            random.Random(0).shuffle(asked)  # files have one kind of prompt after the other
         work = Work(
             folder, asked, sizes, args.max_new_tokens, args.rounds, args.dtype, args.eager, bool(args.shape), args.out
         )

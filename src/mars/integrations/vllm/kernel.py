@@ -79,7 +79,8 @@ def advance(forward: Forward, *, mask: int, masks: int, width: int) -> Next:
     sampled, emitted, rejected = forward.sampled, forward.emitted, forward.emitted
     if sampled is None or emitted is None:
         sampled = torch.empty((rows, width + 1), dtype=torch.int64, device=device)
-        emitted, rejected = torch.empty((2, rows), dtype=torch.int32, device=device).unbind()
+        emitted = torch.empty(rows, dtype=torch.int32, device=device)
+        rejected = torch.empty_like(emitted)  # not a part of the other: a kernel is compiled anew for odd addresses
     assert rejected is not None
     places = torch.empty((rows, width), dtype=torch.int64, device=device)
     _advance[(rows,)](
