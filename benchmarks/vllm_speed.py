@@ -74,9 +74,9 @@ def make_known() -> None:
     if any(each.name == "mars" for each in importlib.metadata.entry_points(group="vllm.general_plugins")):
         return
     folder = Path(tempfile.mkdtemp(prefix="mars-plugin-"))
-    facts = folder / "mars_llm-0.dist-info"
+    facts = folder / "mars_decoding-0.dist-info"
     facts.mkdir()
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: mars-llm\nVersion: 0\n")
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: mars-decoding\nVersion: 0\n")
     (facts / "entry_points.txt").write_text("[vllm.general_plugins]\nmars = mars.integrations.vllm:register\n")
     sys.path.append(str(folder))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(folder)]))

@@ -285,7 +285,7 @@ def report(
 
         from mars.evaluation.report import report as run
     except ImportError as error:
-        raise MarsError(f"a report needs more packages ({error.name}): pip install 'mars-llm[bench]'") from None
+        raise MarsError(f"a report needs more packages ({error.name}): pip install 'mars-decoding[bench]'") from None
     typer.echo("wrote " + ", ".join(map(str, run(sources, out))))
 
 
@@ -369,7 +369,7 @@ def serve(
         from mars.serving.protocol import AUTO
         from mars.serving.server import Serving, run
     except ImportError as error:
-        raise MarsError(f"serving needs more packages ({error.name}): pip install 'mars-llm[serve]'") from None
+        raise MarsError(f"serving needs more packages ({error.name}): pip install 'mars-decoding[serve]'") from None
     run(
         Serving(
             model=model,

@@ -109,7 +109,7 @@ def test_prompts_from_a_file_without_matplotlib(
     assert read(tmp_path / "out.json")["one-token auto 4"]["requests"] == 4
     assert not list(tmp_path.glob("*.png"))
     said = capsys.readouterr().err
-    assert "mars-llm[bench]" in said and "skipped 1 rows" in said
+    assert "mars-decoding[bench]" in said and "skipped 1 rows" in said
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def test_a_run_that_dies_leaves_whole_files(
         ({"--peers": ""}, "--peers is empty"),
         ({"--peers": "llama.cpp"}, "use transformers, vllm, block-cache=16 (any block size) or sliding-window"),
         ({"--peers": "block-cache=x"}, "unknown peer"),
-        ({"--peers": "vllm"}, "pip install 'mars-llm[vllm]'"),
+        ({"--peers": "vllm"}, "pip install 'mars-decoding[vllm]'"),
         ({"--peers": "sliding-window"}, "train it with `mars train`"),
         ({"--prompts": "nowhere.jsonl"}, "there is no file nowhere.jsonl"),
         ({"--prompts": "bad.jsonl"}, "bad.jsonl has no usable row: bad.jsonl:1"),

@@ -91,7 +91,8 @@ def test_it_goes_on_where_it_was_killed(run: Run, model: Path, tmp_path: Path) -
     before = results(out)
     answers = out / "answers" / "gsm8k.exact.jsonl"
     first, second = answers.read_text().splitlines()
-    answers.write_text(f"{first}\n{second[:40]}")  # killed in the middle of a line
+    answers.write_bytes(f"{first}\n{second[:40]}ä".encode()[:-1])  # killed in the middle of a line, and of a letter
+    (out / "runs.jsonl").open("a").write('{"task": "gs')
     (out / "results.json").unlink()
     assert run(*command, "--out", out) == 0
     after = results(out)
@@ -133,6 +134,9 @@ def test_scores_alone_need_no_model(run: Run, model: Path, tmp_path: Path, capsy
     assert results(out)["gsm8k", "one-token"]["score"] == 0.5
     assert run("--model", "no-such-model", *command, "--dials", "exact", "--score-only") == 2
     assert "has no answer to 2 items of gsm8k with exact" in capsys.readouterr().err
+    answers.write_text("".join(json.dumps(each | {"row": "another"}) + "\n" for each in changed))
+    assert run("--model", "no-such-model", *command, "--score-only") == 2
+    assert "gsm8k_cot_zeroshot/0 was another question when" in capsys.readouterr().err
 
 
 def test_answers_of_different_models_are_not_mixed(
@@ -156,6 +160,7 @@ def test_answers_of_different_models_are_not_mixed(
         (("--limit", "bbh=3", "--tasks", "gsm8k"), "--limit must be"),
         (("--max-new-tokens", 0), "--max-new-tokens must be at least 1"),
         (("--data-dir", "nowhere"), "is no folder"),
+        (("--out", f"{__file__}/out"), "test_evaluate.py is a file"),
         (("--score-only",), "holds no answers yet"),
     ],
 )

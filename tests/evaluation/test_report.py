@@ -379,7 +379,7 @@ def break_off(path: Path) -> None:
             lambda at: (at / "ours" / "samples" / "own.one-token.jsonl").write_text('{"a": 1}\n'),
             "an item and its score",
         ),
-        (lambda at: (at / "out").write_text(""), "the folder out/plots cannot be made"),
+        (lambda at: (at / "out").write_text(""), "the report cannot be written to out"),
         (
             lambda at: ((at / "bench.json").unlink(), (at / "bench.json").symlink_to("ours")),
             "bench.json is given twice",
@@ -403,7 +403,7 @@ def test_bad_sources_are_one_clear_line(
 def test_matplotlib_is_asked_for(tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run(bench(tmp_path / "bench.json"), "--out", tmp_path / "out") == 2
-    assert "pip install 'mars-llm[bench]'" in capsys.readouterr().err
+    assert "pip install 'mars-decoding[bench]'" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,20 @@ def test_what_is_asked(name: str, data: Path) -> None:
         assert first.items[0].prompt.endswith(ROWS["humaneval"][0]["prompt"] + "\n")
     plain = exam(name, data, chat=None)
     assert "[user]" not in plain.items[0].prompt
+
+
+def test_rows_of_an_unknown_part_are_refused(tmp_path: Path) -> None:
+    rows = [ROWS["bbh"][0], ROWS["bbh"][0] | {"task": "Boolean Expressions!"}]
+    (tmp_path / "bbh.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(
+        MarsError, match="1 rows of bbh belong to no part of BBH: task must be such as boolean_expressions"
+    ):
+        exam("bbh", tmp_path)
+
+
+def test_without_the_hub_it_says_what_to_do() -> None:
+    with pytest.raises(MarsError, match="GSM8K cannot be had from the hub .*: give --data-dir, or leave the task out"):
+        open_exam("gsm8k", chat=None)
 
 
 def test_scores_do_not_depend_on_chance(data: Path) -> None:

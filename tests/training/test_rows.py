@@ -365,5 +365,7 @@ def test_without_the_libraries(source: str, library: str, tmp_path: Path, monkey
     (tmp_path / "a.parquet").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(MarsError, match=rf"^{library} is needed to read this data: pip install 'mars-llm\[train\]'"):
+    with pytest.raises(
+        MarsError, match=rf"^{library} is needed to read this data: pip install 'mars-decoding\[train\]'"
+    ):
         list(read_rows(source, on_bad_row=never))

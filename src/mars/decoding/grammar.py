@@ -46,7 +46,7 @@ class Lexicon:
             import llguidance
             import llguidance.hf
         except ImportError:
-            raise MarsError("grammars need llguidance: pip install 'mars-llm[serve]'") from None
+            raise MarsError("grammars need llguidance: pip install 'mars-decoding[serve]'") from None
         try:
             self.tokens = llguidance.hf.from_tokenizer(tokenizer, vocabulary, sorted(end_tokens))
         except ValueError as error:

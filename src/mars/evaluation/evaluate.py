@@ -27,7 +27,7 @@ from rich.progress import Progress
 from mars.api import Model
 from mars.decoding.request import Generation, Request
 from mars.errors import MarsError
-from mars.evaluation import vllm, writing
+from mars.evaluation import sandbox, vllm, writing
 from mars.evaluation.bench import write_whole
 from mars.evaluation.plan import Engine, check_engine, items_of, source_of, split_dial
 from mars.evaluation.provenance import collect, fingerprint
@@ -94,8 +94,10 @@ def plan_evaluation(*, tasks: str, dials: str, limit: str | None, name: str | No
     data, out = options["data"], options["out"]
     if data is not None and not data.is_dir():
         raise MarsError(f"--data-dir {data} is no folder")
-    if out.exists() and not out.is_dir():
-        raise MarsError(f"--out must name a folder, and {out} is a file")
+    if file := next((each for each in (out, *out.parents) if each.is_file()), None):
+        raise MarsError(f"--out must name a folder, and {file} is a file")
+    if "humaneval" in wanted:
+        sandbox.check()  # rather than after an hour of answers
     check_engine(options["engine"], turns)
     label = name or Path(options["adapter"] or options["model"]).name
     return Evaluation(tasks=wanted, dials=turns, limits=_limits(limit, wanted), name=label, **options)
@@ -263,7 +265,9 @@ class _Folder:
         finally:
             run = {"task": exam.name, "dial": dial, "answers": written, "tokens": tokens}
             run |= {"seconds": time.perf_counter() - started, "rows": self._plan.rows, **collect()}
-            with (self._out / "runs.jsonl").open("a", encoding="utf-8") as file:
+            path = self._out / "runs.jsonl"
+            _drop_half_line(path)
+            with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(run) + "\n")
 
     def scored(self, exam: Exam, dial: str) -> list[dict[str, Any]]:
@@ -275,6 +279,11 @@ class _Folder:
                 "run without --score-only"
             )
         answers = [there[item.id] for item in exam.items]
+        for item, answer in zip(exam.items, answers, strict=True):
+            if answer.get("row", item.row) != item.row:
+                raise MarsError(
+                    f"{item.id} was another question when {self._out} was written: score it with the same data"
+                )
         figures = exam.score([answer["text"] for answer in answers])
         samples = [
             {"item": item.id, "score": each[exam.benchmark.score], "metrics": each, **answer}
@@ -323,6 +332,7 @@ def _kept(item: Item, answer: Generation, model: Model, with_pieces: bool) -> di
     kept = {
         "item": item.id,
         "asked": _hash(item),
+        "row": item.row,
         "text": cut(text, item.stop),
         "tokens": answer.tokens,
         "forwards": answer.forwards,
@@ -342,7 +352,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     """Whole lines only: the last one may have been cut off."""
     if not path.is_file():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
 def _drop_half_line(path: Path) -> None:

@@ -34,7 +34,7 @@ try:  # lm_eval.models fills lm-eval's registry, which would not happen any more
     from lm_eval.models.utils import DEFAULT_MAX_LENGTH, handle_stop_sequences, normalize_gen_kwargs
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
-    raise MarsError(f"lm-eval is needed ({error}): pip install 'mars-llm[eval]'") from None
+    raise MarsError(f"lm-eval is needed ({error}): pip install 'mars-decoding[eval]'") from None
 
 ROWS = 64
 BATCH_TOKENS = 4096

@@ -86,7 +86,7 @@ def draw(rows: Sequence[Row], out: Path) -> list[Path]:
             plots["by-category"] = by_category(rows)
         return [file for name, plot in plots.items() for file in save(plot, out.with_name(f"{out.stem}.{name}"))]
     except ImportError:
-        Console(stderr=True).print("no plots: pip install 'mars-llm[bench]' for them", markup=False)
+        Console(stderr=True).print("no plots: pip install 'mars-decoding[bench]' for them", markup=False)
         return []
 
 

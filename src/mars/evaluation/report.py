@@ -66,12 +66,12 @@ def report(paths: Sequence[Path], out: Path) -> list[Path]:
     folder = out / "plots"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        drawn = {picture.name: draw(picture, folder) for section in sections for picture in section.pictures}
+        pages = {out / "report.md": markdown(page), out / "report.html": html(page, drawn)}
+        for path, text in pages.items():
+            path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise MarsError(f"the folder {folder} cannot be made: {error.strerror}") from None
-    drawn = {picture.name: draw(picture, folder) for section in sections for picture in section.pictures}
-    pages = {out / "report.md": markdown(page), out / "report.html": html(page, drawn)}
-    for path, text in pages.items():
-        path.write_text(text, encoding="utf-8")
+        raise MarsError(f"the report cannot be written to {out}: {error.strerror}") from None
     return list(pages)
 
 
@@ -346,10 +346,11 @@ def _summary(sources: Sources) -> Iterator[str]:
         if EXACT in scores:
             rows = [row for row in each.found.rows if row.dial == EXACT]
             same, items = sum(round(row.same_text * row.items) for row in rows), sum(row.items for row in rows)
-            said.append(
-                f"exact writes {scores[EXACT].tokens_per_forward:.2f} tokens per forward on average over "
-                f"{count(len(rows), 'task')}, with the same answers on {same:,} of {items:,} items"
-            )
+            told = f"exact writes {scores[EXACT].tokens_per_forward:.2f} tokens per forward on average over "
+            told += count(len(rows), "task")
+            if each.found.plan.dials[0] == PLAIN:  # whose answers the others are compared with
+                told += f", with the same answers on {same:,} of {items:,} items"
+            said.append(told)
         fastest = max(scores.values(), key=lambda score: score.tokens_per_forward, default=None)
         if fastest and fastest.dial not in (PLAIN, EXACT):
             speed = f"{fastest.tokens_per_forward:.2f} tokens per forward"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import json
 import logging
@@ -26,7 +27,7 @@ try:
     import lm_eval
     from lm_eval.tasks import TaskManager
 except ImportError as error:
-    raise MarsError(f"evaluation needs more packages ({error.name}): pip install 'mars-llm[eval]'") from None
+    raise MarsError(f"evaluation needs more packages ({error.name}): pip install 'mars-decoding[eval]'") from None
 
 SEED = 1234
 GPQA_PASSWORD = b"deserted-untie-orchid"  # published with the data, which keeps it out of training sets
@@ -103,6 +104,8 @@ class Item:
     """lm-eval's task, and the row's number there"""
     prompt: str
     stop: tuple[str, ...]
+    row: str = ""
+    """Digest of the row that the question was made of, whatever the model's chat template is"""
 
 
 @dataclass(slots=True)
@@ -166,7 +169,8 @@ def _item(task: Any, number: int, instance: Any) -> Item:
     prompt, options = instance.args
     until = options.get("until") or []
     stops = [until] if isinstance(until, str) else until
-    return Item(f"{task.config.task}/{number}", prompt, tuple(stop for stop in stops if stop))
+    row = hashlib.sha256(json.dumps(instance.doc, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return Item(f"{task.config.task}/{number}", prompt, tuple(stop for stop in stops if stop), row)
 
 
 def _drawn(sizes: Sequence[int], limit: int | None, seed: int) -> list[list[int]]:
@@ -183,7 +187,7 @@ def _load(name: str, rows: Rows | None, max_new_tokens: int) -> list[Any]:
     """lm-eval's tasks of a benchmark, over these rows or, without any, those of the hub."""
     benchmark, manager = BENCHMARKS[name], _manager(name)
     members = list(manager.task_index[benchmark.task].cfg["task"]) if benchmark.parts else [benchmark.task]
-    tasks = []
+    tasks, taken = [], 0
     for member in members:
         shipped = manager.task_index[member].cfg
         greedy = {"do_sample": False, "temperature": 0.0, "max_gen_toks": max_new_tokens}
@@ -195,16 +199,28 @@ def _load(name: str, rows: Rows | None, max_new_tokens: int) -> list[Any]:
             config["num_fewshot"] = benchmark.shots
         if rows is not None:
             mine = rows.of(benchmark.parts, member.removeprefix(f"{benchmark.task}_")) if benchmark.parts else rows
+            taken += len(mine)
             if not mine:
                 continue
             config |= dict.fromkeys(("training_split", "validation_split", "fewshot_split"))
             config |= {"test_split": "test", "custom_dataset": lambda mine=mine, **_: {"test": mine}}
+        spec: Any = {"group": f"mars_{member}", "task": [config]}
         if name == "humaneval":  # its own scorer would run programs here, unprotected
-            config = deepcopy(shipped) | config | {"metric_list": [{"metric": "acc"}], "filter_list": None}
-            loaded = manager.load([config])
-        else:
-            loaded = manager.load({"group": f"mars_{member}", "task": [config]})
+            spec = [deepcopy(shipped) | config | {"metric_list": [{"metric": "acc"}], "filter_list": None}]
+        try:
+            loaded = manager.load(spec)
+        except OSError as error:  # no network, or a gate
+            reason = str(error).splitlines()[0]
+            raise MarsError(
+                f"{benchmark.title} cannot be had from the hub ({reason}): give --data-dir, or leave the task out"
+            ) from None
         tasks.append(_settled(loaded["tasks"][member]))
+    if rows is not None and taken < len(rows):
+        part = members[0].removeprefix(f"{benchmark.task}_")
+        raise MarsError(
+            f"{len(rows) - taken} rows of {benchmark.file} belong to no part of {benchmark.title}: "
+            f"{benchmark.parts} must be such as {part}"
+        )
     return tasks
 
 

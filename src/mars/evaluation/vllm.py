@@ -24,7 +24,7 @@ def import_vllm() -> Any:
     try:
         import vllm
     except ImportError:
-        raise MarsError("vllm is not installed: pip install 'mars-llm[vllm]'") from None
+        raise MarsError("vllm is not installed: pip install 'mars-decoding[vllm]'") from None
     return vllm
 
 

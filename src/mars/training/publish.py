@@ -37,14 +37,14 @@ answers, worked out from the masks' guesses.
 ```yaml
 {recipe}```
 
-mars-llm {version}, torch {torch}, transformers {transformers}.
+mars-decoding {version}, torch {torch}, transformers {transformers}.
 """
 ABOUT = """{base} trained with [MARS](https://arxiv.org/abs/2604.07023): mask tokens behind the text predict the tokens
 after the next one, so a forward pass can write several. The architecture is unchanged. Without masks it is an ordinary
 autoregressive model that every engine loads as it is.
 
 ```python
-import mars  # pip install mars-llm
+import mars  # pip install mars-decoding
 
 model = mars.load("{name}")
 print(model.generate("Why is the sky blue?", dial="{dial}").text)

@@ -214,4 +214,4 @@ def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise MarsError(f"{name} is needed to read this data: pip install 'mars-llm[train]'") from None
+        raise MarsError(f"{name} is needed to read this data: pip install 'mars-decoding[train]'") from None

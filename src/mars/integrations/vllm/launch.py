@@ -34,7 +34,7 @@ def serve(
 ) -> int:
     """Run the server until it ends; ``others`` are options of vLLM's own. Returns its exit status."""
     if find_spec("vllm") is None:
-        raise MarsError("vllm is not installed: pip install 'mars-llm[vllm]'")
+        raise MarsError("vllm is not installed: pip install 'mars-decoding[vllm]'")
     asked = {"method": "mars"} | ({} if dial is None else {"dial": dial})
     with tempfile.TemporaryDirectory(prefix="mars-vllm-") as scratch:
         command = [sys.executable, "-m", SERVER, "--model", _checkpoint(model, adapter, Path(scratch))]
