@@ -305,7 +305,7 @@ def serve(
     dial: DialOption = None,
     floor: Annotated[str | None, typer.Option("--floor", help="Loosest dial that may be asked for.")] = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port")] = 8000,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535)] = 8000,
     rows: Annotated[int, typer.Option("--rows", help="Requests that are decoded together.")] = 64,
     memory: Annotated[
         float | None, typer.Option("--memory", help="Cache: bytes, or on a GPU a share of what is free.")

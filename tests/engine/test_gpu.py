@@ -96,21 +96,24 @@ def test_every_kind_of_sampling_is_recorded() -> None:
 
 
 def test_after_the_warm_up_the_dial_turns_without_a_recording() -> None:
-    dials = [Dial("relaxed", 0.5), Dial("threshold", 0.9)]
+    dials = [Dial("exact"), Dial("one-token"), Dial("relaxed", 0.5), Dial("threshold", 0.9)]
     engine = Engine(on_gpu(tiny_checkpoint("llama")), rows=4, memory=2**24, cost=wide)
-    assert isinstance(engine._runner, GraphRunner)
+    runner = engine._runner
+    assert isinstance(runner, GraphRunner)
     assert list(engine.warm_up(dials=dials, sampled=True))[-1][0] > 0
-    recorded = set(engine._runner._steps)
+    recorded = set(runner._steps), set(runner._reads)
     for temperature in (0.0, 1.0):
-        requests = [
-            Request(PROMPTS[index], dial, Sampling(temperature, seed=index), max_new_tokens=12)
-            for index, dial in enumerate(
-                [Dial("exact"), Dial("one-token"), Dial("relaxed", 0.2), Dial("threshold", 0.5)]
-            )
-        ]
-        for request in requests:
-            texts(engine, [request])
-    assert set(engine._runner._steps) == recorded
+        sampling = Sampling(temperature, seed=1)
+        requests = [Request(each, Dial("exact"), sampling, max_new_tokens=99, block_size=4) for each in PROMPTS[:3]]
+        answers = [engine.add(each) for each in requests]
+        for dial in (second for first in dials for second in (first, *dials)):  # from every one to every other
+            for request in requests:
+                request.obey(dial)
+            for _ in range(3):
+                engine.step()
+        for answer in answers:
+            engine.cancel(answer)
+    assert (set(runner._steps), set(runner._reads)) == recorded
 
 
 def test_grammars_are_followed_though_the_device_works_ahead() -> None:

@@ -76,7 +76,7 @@ def test_rows_of_an_unknown_part_are_refused(tmp_path: Path) -> None:
 
 
 def test_without_the_hub_it_says_what_to_do() -> None:
-    with pytest.raises(MarsError, match="GSM8K cannot be had from the hub .*: give --data-dir, or leave the task out"):
+    with pytest.raises(MarsError, match=r"GSM8K cannot be had from the hub .*: give --data-dir, or leave the task out"):
         open_exam("gsm8k", chat=None)
 
 

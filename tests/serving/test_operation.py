@@ -40,6 +40,15 @@ def test_every_request_has_an_id_and_a_line_in_the_log(server: Address, http: ht
     assert "abcabcabc" not in server.log.read_text()
 
 
+def test_a_model_without_masks_cannot_be_turned(chat_model: Path) -> None:
+    with serving("--dial", "auto", "--floor", "threshold=0.9", model=chat_model) as address:
+        put = httpx.put(f"{address}/v1/dial", json={"dial": "exact"})
+        assert put.status_code == 400 and "was not trained for MARS" in put.text
+        assert httpx.get(f"{address}/v1/dial").json()["dial"] == "one-token"
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "abc"}], "max_tokens": 3}
+        assert httpx.post(f"{address}/v1/chat/completions", json=body).status_code == 200
+
+
 def test_the_governor_on_a_server_that_is_always_late(letters: Path) -> None:
     """It goes down to the floor and no further, tells of it, and leaves the dial alone when it is turned by hand."""
     options = ("--dial", "auto", "--floor", "threshold=0.2", "--target-token", 1e-6, "--log-prompts", "--rows", 4)

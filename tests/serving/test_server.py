@@ -122,13 +122,41 @@ def test_logprobs(client: openai.OpenAI, http: httpx.Client, expected: mars.Gene
         logprobs = chunk.choices[0].logprobs
         streamed += (logprobs and logprobs.content) or []
     assert [each.token for each in streamed] == [each.token for each in entries]
-    old = client.completions.create(prompt="abc", logprobs=3, **(GREEDY | {"max_tokens": 6})).choices[0]
+    asked = {"prompt": "abc", "logprobs": 3, **GREEDY, "max_tokens": 6}
+    old = client.completions.create(**asked).choices[0]
     assert old.logprobs and old.logprobs.tokens and "".join(old.logprobs.tokens) == old.text
     assert old.logprobs.text_offset == list(range(len(old.text)))
+    chunks = [chunk.choices[0].logprobs for chunk in client.completions.create(stream=True, **asked)]
+    assert [at for each in chunks if each for at in each.text_offset or []] == old.logprobs.text_offset
     body = {"messages": ASK, **GREEDY}
     assert_error(http.post("/v1/chat/completions", json=body | {"top_logprobs": 2}), 400, "needs logprobs=true")
     loose = body | {"logprobs": True, "dial": "threshold=0.5"}
     assert_error(http.post("/v1/chat/completions", json=loose), 400, "logprobs")
+
+
+def test_logprobs_of_text_that_is_held_back(client: openai.OpenAI, expected: mars.Generation) -> None:
+    """A token that may begin a stop string is told later, and is not lost."""
+    stop = [f"{letter}?" for letter in set(expected.text)]
+    options = {"messages": ASK, "logprobs": True, "stop": stop[:4], **GREEDY}
+    whole = client.chat.completions.create(**options).choices[0].logprobs
+    streamed = [chunk.choices[0].logprobs for chunk in client.chat.completions.create(stream=True, **options)]
+    assert whole and whole.content
+    assert [one.token for each in streamed if each for one in each.content or []] == [
+        one.token for one in whole.content
+    ]
+
+
+def test_null_is_as_if_it_were_not_there(client: openai.OpenAI, expected: mars.Generation) -> None:
+    nothing = dict.fromkeys(("top_p", "n", "stream", "presence_penalty", "frequency_penalty", "logprobs", "stop"))
+    answer = client.chat.completions.create(messages=ASK, **GREEDY, extra_body=nothing)
+    assert answer.choices[0].message.content == expected.text
+
+
+def test_a_number_that_no_float_holds_is_refused(http: httpx.Client) -> None:
+    for name in ("top_k", "min_tokens", "max_tokens", "seed", "n"):
+        body = {"messages": ASK, **GREEDY, "temperature": 1} | {name: 10**309}
+        assert http.post("/v1/chat/completions", json=body).status_code in (200, 400)
+    assert http.get("/health").status_code == 200
 
 
 # --- the dial
@@ -208,7 +236,7 @@ def assert_error(response: httpx.Response, status: int, message: str) -> dict:
         ({"temperature": "warm"}, "temperature: "),
         ({"messages": []}, "messages: "),
         ({"messages": [{"role": "user"}]}, "messages.0: a message without tool_calls needs content"),
-        ({"messages": None}, "messages: "),
+        ({"messages": None}, "missing parameter: messages"),
         ({"n": 0}, "n: "),
         ({"dial": "warp=9"}, "unknown dial"),
         ({"logit_bias": {"3": 1000}}, "logit_bias"),
@@ -249,6 +277,8 @@ def test_a_full_queue_says_when_to_come_back(server: str, http: httpx.Client) ->
     assert full and len(full) < 30 and {each.status_code for each in responses} == {200, 429}
     assert_error(full[0], 429, "try again")
     assert full[0].headers["Retry-After"] == "1"
+    never = {"messages": ASK, **GREEDY, "n": 128}
+    assert_error(http.post("/v1/chat/completions", json=never), 400, "answers can be asked for at once")
     assert http.post("/v1/chat/completions", json={"messages": ASK, **GREEDY}).status_code == 200
 
 

@@ -67,6 +67,11 @@ def test_bare_calls(text: str, said: str, called: list, size: int) -> None:
     assert read(Toolbox(BARE, [WEATHER, TIME]), text, size) == (said, called)
 
 
+@pytest.mark.parametrize("text", ['{"name": {"first": "Ada"}, "age": 36}', "[" * 100_000], ids=["an object", "deep"])
+def test_json_that_is_no_call(text: str) -> None:
+    assert Toolbox(BARE, [WEATHER]).calls(text) is None
+
+
 def test_one_call_where_no_more_are_wanted() -> None:
     box = Toolbox(Style(), [WEATHER, TIME], parallel=False)
     assert read(box, f"<tool_call>{PARIS}</tool_call><tool_call>{NOW}</tool_call>", 1) == ("", [CALLED])

@@ -132,6 +132,11 @@ class Engine:
     def running(self) -> int:
         return len(self._running)
 
+    @property
+    def longest(self) -> int:
+        """Tokens that the cache has room for in one request, prompt and answer together"""
+        return (self.pages.count - 1) * self.pages.size - self._margin
+
     def warm_up(
         self, rows: int | None = None, *, dials: Sequence[Dial] = (), sampled: bool = False
     ) -> Iterator[tuple[int, int]]:
@@ -142,12 +147,18 @@ class Engine:
         """
         if isinstance(self._runner, GraphRunner):
             most = min(rows or self._state.slots, self._state.slots)
-            loose = {
-                (Layout.of(self._default if dial.checks else Shape(), self.block_size), DialFeatures.of([dial]))
-                for dial in dials
-                if dial.is_loose
-            }
-            yield from self._runner.warm_up(most, self._prefill_tokens, list(loose), sampled=sampled)
+            yield from self._runner.warm_up(most, self._prefill_tokens, self._loose_steps(dials), sampled=sampled)
+
+    def _loose_steps(self, dials: Sequence[Dial]) -> list[tuple[Layout, DialFeatures]]:
+        """What these dials need besides: their own windows, and those in which rows turn to them or back."""
+        tree = Layout.of(self._default, self.block_size)
+        steps = {(Layout(trunk=self.block_size), DialFeatures()): None} if self.block_size > 1 else {}
+        for dial in dials:
+            if dial.is_loose:
+                features = DialFeatures.of([dial])
+                steps |= {(tree, features): None}  # also of drafts that were made before the dial was turned
+                steps |= {} if dial.checks else {(Layout.of(Shape(), self.block_size), features): None}
+        return list(steps)
 
     def add(self, request: Request, priority: int = 0) -> Answer:
         """Queue a request; the smaller its priority, the sooner it runs. The answer grows as the engine steps."""
@@ -160,10 +171,10 @@ class Engine:
         answer = Answer(request, checkpoint.tokenizer, checkpoint.end_tokens, checkpoint.context)
         guide = None if request.grammar is None else lexicon_of(self.checkpoint).guide(request.grammar)
         row = Row(answer, request.drawing(), (priority, next(self._numbers)), self._default, guide=guide)
-        needs, room = len(row.text) + answer.limit + self._margin, (self.pages.count - 1) * self.pages.size
-        if needs > room:
+        needs = len(row.text) + answer.limit
+        if needs > self.longest:
             raise MarsError(
-                f"the request may need {needs} tokens of cache, but there is room for {room}: "
+                f"the request may need {needs} tokens of cache, but there is room for {self.longest}: "
                 "ask for fewer new tokens, shorten the prompt, or give the engine more memory"
             )
         heapq.heappush(self._waiting, row)

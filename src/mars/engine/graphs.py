@@ -116,7 +116,8 @@ class GraphRunner(Runner):
         """
         smallest, *larger = sorted({bucket(each) for each in range(1, rows + 1)})
         sizes = [smallest, *reversed(larger)]  # the compiler looks at the first, memory is reused from large to small
-        counts = [each for each in reversed(PIECES) if each == 1 or each * self.PIECE <= prefill_tokens]
+        most = prefill_tokens // self.PIECE + rows  # every prompt may end in a piece that is not full
+        counts = [each for each in reversed(PIECES) if each == 1 or each <= most]
         steps = [(layout, Features(), dials) for layout, dials in loose]
         if sampled:
             exact = [(layout, DialFeatures()) for layout in self.layouts]
@@ -153,6 +154,7 @@ class GraphRunner(Runner):
             self._costs[rows, layout] = start.elapsed_time(end) / 1000 / REPEATS
         self.state.put([Place(NOBODY, 0, 0)])
 
+    @torch.inference_mode()
     def _step(self, rows: int, layout: Layout, features: Features, dials: DialFeatures) -> Recording | None:
         key = (rows, layout, features, dials)
         if key not in self._steps:
@@ -160,13 +162,13 @@ class GraphRunner(Runner):
             self._steps[key] = self._record(numbers, lambda: self.step(numbers, layout, features, dials))
         return self._steps[key]
 
+    @torch.inference_mode()
     def _read(self, count: int) -> Recording | None:
         if count not in self._reads:
             numbers = torch.zeros(count, 3 + self.PIECE, dtype=torch.long, device=self.state.device)
             self._reads[count] = self._record(numbers, lambda: self.read(numbers))
         return self._reads[count]
 
-    @torch.inference_mode()
     def _record(self, numbers: Tensor, work: Callable[[], Any]) -> Recording | None:
         """Once as it is, so that everything is compiled and loaded, and once more for the record.
 

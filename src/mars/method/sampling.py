@@ -69,7 +69,7 @@ class Sampling:
     def numbers(self, vocabulary: int) -> list[float]:
         """The row as numbers for `SamplingBatch`; the seed in two halves, which a float64 holds."""
         seed = (self.seeded().seed or 0) & (2**63 - 1)
-        limits = (self.temperature, self.top_k or vocabulary, self.top_p, self.min_p)
+        limits = (self.temperature, min(self.top_k or vocabulary, vocabulary), self.top_p, self.min_p)
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return [*limits, *penalties, seed >> 32, seed & (2**32 - 1), self.min_position]
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
@@ -19,6 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import mars
+from mars.decoding.decoder import require_masks
 from mars.decoding.grammar import lexicon_of
 from mars.decoding.request import Request as EngineRequest
 from mars.errors import MarsError
@@ -43,6 +44,7 @@ from mars.serving.protocol import (
 from mars.serving.tools import Style, Toolbox
 
 log = logging.getLogger("mars.serving")
+T = TypeVar("T")
 PAGE = Path(__file__).parent / "page"
 READERS = 2
 """Threads that turn messages into tokens: with many, the loop would have to wait for all of them"""
@@ -85,12 +87,14 @@ class Service:
         self.metrics = Metrics(backend, self.name)
         self._readers = ThreadPoolExecutor(READERS, "reader")
         strict = Dial("exact") if self.facts.dial.is_loose else self.facts.dial
-        self._governor = Governor(ladder(strict, rules.floor), target or Target())
+        floor = rules.floor if self.facts.settings else None  # without masks, there is nothing to turn
+        self._governor = Governor(ladder(strict, floor), target or Target())
         self.is_auto = False
         if auto:
             self.turn(None)
         elif not rules.allows(self.dial):  # the model's own may be looser than the floor
             self.turn(strict)
+        require_masks(self.facts, self.dial)
 
     @property
     def facts(self) -> Ready:
@@ -106,17 +110,18 @@ class Service:
     def dial(self) -> Dial:
         return self.backend.dial or self.facts.dial
 
-    async def read(self, encode: Callable[..., list[int]], messages: list[dict[str, Any]]) -> list[int]:
-        """Messages become tokens in a thread, so that no long chat holds up the streams."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._readers, encode, self.facts.tokenizer, messages, self.name)
+    async def read(self, encode: Callable[[], T]) -> T:
+        """Text becomes tokens in a thread, so that no long one holds up the streams."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, encode)
 
     def reply(self, kind: str, tools: Toolbox | None = None) -> replies.Reply:
         return replies.Reply(kind, self.name, self.facts.tokenizer, tools)
 
     def turn(self, dial: Dial | None) -> None:
         """By hand; None leaves it to the governor from now on."""
-        self.backend.turn(self._governor.dial if dial is None else self.rules.require(dial))
+        if dial is not None:
+            require_masks(self.facts, self.rules.require(dial))
+        self.backend.turn(dial or self._governor.dial)
         self.is_auto = dial is None
         log.info("dial", extra={"facts": {"dial": str(self.dial), "auto": self.is_auto}})
 
@@ -147,7 +152,7 @@ class Service:
         most = self.rules.max_new_tokens
         if most is not None and (limit or 0) > most:
             raise ApiError(400, f"at most {most} new tokens are allowed, not {limit}", param="max_tokens")
-        room = (self.facts.context or len(prompt) + 2**16) - len(prompt)
+        room = self.facts.context - len(prompt)
         tickets: list[Ticket] = []
         try:
             for choice in range(asked.n):
@@ -186,21 +191,23 @@ class Service:
         grammar: str | None = None,
     ) -> Response:
         tickets: list[Ticket] = []
+        if len(prompts) * asked.n > self.backend.capacity:
+            raise ApiError(400, f"at most {self.backend.capacity} answers can be asked for at once", param="n")
         try:
             if grammar is not None:  # is it one?
                 await asyncio.to_thread(lambda: lexicon_of(self.facts).guide(grammar))
             for prompt in prompts:
                 tickets += self.submit(asked, prompt, grammar)
-            first = await _unless_gone(http, tickets[0].advance())  # an error up to here has a status of its own
+            is_there = await _unless_gone(http, tickets[0].advance())  # an error up to here has a status of its own
         except BaseException:
             self.drop(tickets)
             raise
-        if first is None:
+        if not is_there:
             self.drop(tickets)
             return Response(status_code=499)  # nobody reads it
         count = sum(map(len, prompts))
         if asked.stream:
-            events = self._events(http, tickets, first, reply, count, asked.stream_options or StreamOptions())
+            events = self._events(http, tickets, reply, count, asked.stream_options or StreamOptions())
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         try:
             await _unless_gone(http, _finish(tickets))
@@ -226,7 +233,6 @@ class Service:
         self,
         http: Request,
         tickets: Sequence[Ticket],
-        first: int,
         reply: replies.Reply,
         prompt_tokens: int,
         options: StreamOptions,
@@ -237,13 +243,16 @@ class Service:
         """
         try:
             chunks = [opening for index in range(len(tickets)) if (opening := reply.opening(index))]
-            going = len(tickets)
-            async for index, known in _merge(tickets, first):
+            going, told = len(tickets), [0] * len(tickets)
+            async for index in _merge(tickets):
                 answer = tickets[index].answer
                 if not options.include_forwards:
                     answer.spell_at_once()
-                if any(answer.pieces[known:]):
-                    chunks.append(reply.text(index, known, answer, by_forward=options.include_forwards))
+                fresh = answer.pieces[told[index] :]
+                wants_all = tickets[index].is_finished and answer.request.logprobs is not None
+                if any(fresh) or (fresh and wants_all):
+                    chunks.append(reply.text(index, told[index], answer, by_forward=options.include_forwards))
+                    told[index] = len(answer.steps)
                 if tickets[index].is_finished:
                     chunks.append(reply.closing(index, answer))
                     going -= 1
@@ -260,21 +269,20 @@ class Service:
             self.close(http, tickets, reply)
 
 
-async def _finish(tickets: Sequence[Ticket]) -> int:
-    for ticket in tickets:
-        while not ticket.is_finished:
-            await ticket.advance()
-    return 0
+async def _finish(tickets: Sequence[Ticket]) -> None:
+    async for _ in _merge(tickets):
+        pass
 
 
-async def _merge(tickets: Sequence[Ticket], first: int) -> AsyncIterator[tuple[int, int]]:
-    """(index, forwards that were known already), whichever comes next; the ``first`` ticket has advanced once."""
-    yield 0, first
+async def _merge(tickets: Sequence[Ticket]) -> AsyncIterator[int]:
+    """Which ticket has advanced, whichever comes next; the first one has advanced once."""
+    yield 0
     if len(tickets) == 1:  # as nearly always
         while not tickets[0].is_finished:
-            yield 0, await tickets[0].advance()
+            await tickets[0].advance()
+            yield 0
         return
-    waiting: dict[asyncio.Task[int], int] = {}
+    waiting: dict[asyncio.Task[None], int] = {}
 
     def wait_for(index: int) -> None:
         if not tickets[index].is_finished:
@@ -287,15 +295,16 @@ async def _merge(tickets: Sequence[Ticket], first: int) -> AsyncIterator[tuple[i
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 index = waiting.pop(task)
-                yield index, task.result()
+                task.result()  # or what went wrong
+                yield index
                 wait_for(index)
     finally:
         for task in waiting:
             task.cancel()
 
 
-async def _unless_gone(http: Request, work: Coroutine[Any, Any, int]) -> int | None:
-    """What the work gives, or None as soon as the client has hung up."""
+async def _unless_gone(http: Request, work: Coroutine[Any, Any, None]) -> bool:
+    """Do this work; False as soon as the client has hung up."""
 
     async def gone() -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -304,7 +313,9 @@ async def _unless_gone(http: Request, work: Coroutine[Any, Any, int]) -> int | N
     task, watch = asyncio.create_task(work), asyncio.create_task(gone())
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
+        if task.done():
+            task.result()  # or what went wrong
+        return task.done()
     finally:
         task.cancel()
         watch.cancel()
@@ -377,18 +388,20 @@ def create_app(service: Service) -> FastAPI:
         messages, tokenizer = [each.as_dict() for each in asked.messages], service.facts.tokenizer
         if asked.may_call:
             box = asked.toolbox(Style.of(tokenizer, service.name))
-            prompt = await service.read(box.encode, messages)
+            prompt = await service.read(lambda: box.encode(tokenizer, messages, service.name))
             grammar = box.grammar(tokenizer)
             return await service.respond(http, asked, service.reply("chat.completion", box), [prompt], grammar)
-        prompt = await service.read(encode_chat, messages)
+        prompt = await service.read(lambda: encode_chat(tokenizer, messages, service.name))
         grammar = asked.response_format.grammar if asked.response_format else None
         return await service.respond(http, asked, service.reply("chat.completion"), [prompt], grammar)
 
     @app.post("/v1/completions", dependencies=guarded)
     async def completions(asked: CompletionRequest, http: Request) -> Response:
         service.check_model(asked.model)
-        tokenizer = service.facts.tokenizer
-        prompts = [each if isinstance(each, list) else list(tokenizer(each)["input_ids"]) for each in asked.prompts]
+        tokenizer, given = service.facts.tokenizer, asked.prompts
+        prompts = await service.read(
+            lambda: [each if isinstance(each, list) else list(tokenizer(each)["input_ids"]) for each in given]
+        )
         return await service.respond(http, asked, service.reply("text_completion"), prompts)
 
     @app.get("/v1/models", dependencies=guarded)
@@ -399,10 +412,13 @@ def create_app(service: Service) -> FastAPI:
     @app.post("/tokenize", dependencies=guarded)
     async def tokenize(asked: TokenizeRequest) -> dict[str, Any]:
         tokenizer = service.facts.tokenizer
-        if asked.messages is not None:
-            tokens = encode(tokenizer, [each.as_dict() for each in asked.messages], name=service.name)
-        else:
-            tokens = list(tokenizer(asked.prompt, add_special_tokens=asked.add_special_tokens)["input_ids"])
+
+        def work() -> list[int]:
+            if asked.messages is not None:
+                return encode(tokenizer, [each.as_dict() for each in asked.messages], name=service.name)
+            return list(tokenizer(asked.prompt, add_special_tokens=asked.add_special_tokens)["input_ids"])
+
+        tokens = await service.read(work)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": service.facts.context}
 
     @app.post("/detokenize", dependencies=guarded)

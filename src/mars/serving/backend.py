@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import multiprocessing
 import pickle
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import count
 from multiprocessing.connection import Connection
 
@@ -70,14 +71,13 @@ class Ticket:
     def is_finished(self) -> bool:
         return self.answer.finish_reason is not None
 
-    async def advance(self) -> int:
-        """Wait for news and put them into the answer; returns how many forwards it had before."""
+    async def advance(self) -> None:
+        """Wait for news and put them into the answer."""
         await self._changed.wait()
         self._changed.clear()
         if self._error is not None:
             raise self._error
         news, self._news = self._news, []
-        before = len(self.answer.steps)
         for each in news:
             for tokens in each.steps:
                 self.answer.emit(tokens)
@@ -85,7 +85,6 @@ class Ticket:
             self.answer.likelihoods += each.likelihoods
             if each.finish_reason is not None and not self.is_finished:
                 self.answer.cancel(each.finish_reason)  # by a grammar, of which only the engine knows
-        return before
 
 
 class Backend:
@@ -183,9 +182,9 @@ class Backend:
                 if self.dial is not None:
                     self._send(Turn(self.dial))
                 self._changed.set()
-            case Refused(number, reason, queue_is_full):
+            case Refused(number, reason):
                 if ticket := self._tickets.pop(number, None):
-                    ticket.fail((QueueFullError if queue_is_full else MarsError)(reason))
+                    ticket.fail(MarsError(reason))
             case News(written, gauges):
                 self.gauges = gauges
                 for each in written:
@@ -211,12 +210,23 @@ class Backend:
 
     # --- requests
 
+    @property
+    def open(self) -> Collection[int]:
+        """Numbers of the requests that are not finished"""
+        return self._tickets.keys()
+
+    @property
+    def capacity(self) -> float:
+        """Requests that may run or wait at a time"""
+        most = self._options.max_waiting
+        return math.inf if most is None else self._options.rows + most
+
     def submit(self, request: Request, *, follows: bool) -> Ticket:
         if not self.is_ready or self.facts is None:
             raise EngineGoneError("the engine is not ready: try again in a moment")
-        facts, most = self.facts, self._options.max_waiting
+        facts = self.facts
         check_request(facts, request)
-        if most is not None and len(self._tickets) >= self._options.rows + most:
+        if len(self._tickets) >= self.capacity:
             raise QueueFullError(f"{len(self._tickets)} requests are running or waiting already: try again later")
         number = next(self._numbers)
         answer = Answer(request, facts.tokenizer, facts.end_tokens, facts.context)

@@ -121,5 +121,8 @@ def install(app: FastAPI) -> None:
         return ApiError(error.status_code, message).response()
 
     @app.exception_handler(Exception)
-    async def unexpected(_: Request, error: Exception) -> JSONResponse:
-        return ApiError(500, f"internal error: {type(error).__name__}", "server_error").response()
+    async def unexpected(request: Request, error: Exception) -> JSONResponse:
+        response = ApiError(500, f"internal error: {type(error).__name__}", "server_error").response()
+        if number := request.scope.get("facts", {}).get("request_id"):
+            response.headers["X-Request-ID"] = number
+        return response

@@ -208,6 +208,7 @@ class Meter:
         """What was seen since it was last read."""
         per_token = self._spent / self._written if self._written else None
         load = Load(self._backend.gauges.running, per_token, self._written, self._backend.longest_wait)
+        self._last = {number: heard for number, heard in self._last.items() if number in self._backend.open}
         self._spent, self._written = 0.0, 0
         return load
 
@@ -221,5 +222,3 @@ class Meter:
                 self._written += sum(map(len, each.steps))
             if each.finish_reason is None:
                 self._last[each.number] = now
-        if not message.gauges.running:
-            self._last.clear()  # some may have hung up

@@ -68,6 +68,9 @@ class RequestLog:
 
         try:
             await self._app(scope, receive, answer)
+        except Exception:
+            status = 500  # what is answered then is made further out
+            raise
         finally:
             level = logging.DEBUG if scope["path"] in QUIET and status < 400 else logging.INFO
             facts = {"method": scope["method"], "path": scope["path"], "status": status}

@@ -51,7 +51,8 @@ class Ready:
     name: str
     tokenizer: PreTrainedTokenizerBase
     end_tokens: frozenset[int]
-    context: int | None
+    context: int
+    """Tokens of a prompt and its answer together: what the model holds, and the engine's cache"""
     vocabulary: int
     settings: Settings | None
 
@@ -69,7 +70,6 @@ class Ready:
 class Refused:
     number: int
     reason: str
-    queue_is_full: bool = False
 
 
 @dataclass(frozen=True, slots=True)

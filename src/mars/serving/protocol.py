@@ -43,13 +43,19 @@ class Completing(Strict):
     user: str | None = None
     """Of no effect; OpenAI's clients may send it"""
 
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
     min_tokens: Annotated[int, Field(ge=0)] = 0
     ignore_eos: bool = False
     dial: str | None = None
     """For this request alone; by default the server's, also when that is turned"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_nothing(cls, body: Any) -> Any:
+        """As at OpenAI, whose clients send null for what is not given."""
+        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
 
     @field_validator("dial")
     @classmethod
@@ -287,6 +293,12 @@ AUTO = "auto"
 class DialRequest(Strict):
     dial: str
     """Or `AUTO`, for the governor"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_nothing(cls, body: Any) -> Any:
+        """As at OpenAI, whose clients send null for what is not given."""
+        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
 
     @field_validator("dial")
     @classmethod

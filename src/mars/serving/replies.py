@@ -137,13 +137,14 @@ class Reply:
         if self.is_chat:
             return {"content": [self._entry(token, likely) for token, likely in shown], "refusal": None}
         words = [self._word(token) for token, _ in shown]
+        before = sum(len(self._word(token)) for token in answer.token_ids[:start])
         return {
             "tokens": words,
             "token_logprobs": [_finite(likely.logprob) for _, likely in shown],
             "top_logprobs": [
                 {self._word(each): _finite(logprob) for each, logprob in likely.best} for _, likely in shown
             ],
-            "text_offset": list(accumulate(map(len, words), initial=0))[:-1],
+            "text_offset": list(accumulate(map(len, words), initial=before))[:-1],
         }
 
     def _entry(self, token: int, likely: Likelihood) -> dict[str, Any]:

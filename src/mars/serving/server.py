@@ -81,6 +81,7 @@ async def _serve(serving: Serving, rules: Rules) -> None:
             memory=serving.memory,
             max_waiting=serving.max_waiting,
             warm_up=serving.warm_up,
+            dials=tuple({*EngineOptions("").dials, *filter(None, (serving.dial, serving.floor))}),
         )
     )
     backend.dial = serving.dial

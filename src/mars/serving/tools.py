@@ -122,15 +122,16 @@ class Toolbox:
         """What this JSON calls; None if it is no call of a function that there is."""
         try:
             read = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         known = {each["name"] for each in self.functions}
         found = []
         for each in read if isinstance(read, list) else [read]:
-            if not isinstance(each, dict) or each.get("name") not in known:
+            name = each.get("name") if isinstance(each, dict) else None
+            if not isinstance(name, str) or name not in known:
                 return None
             arguments = each.get("arguments", each.get("parameters", {}))
-            found.append(Call(each["name"], arguments if isinstance(arguments, str) else json.dumps(arguments)))
+            found.append(Call(name, arguments if isinstance(arguments, str) else json.dumps(arguments)))
         return found or None
 
     def _instructed(self, messages: Sequence[Schema]) -> Sequence[Schema]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from mars.decoding.grammar import lexicon_of
 from mars.decoding.request import Answer
-from mars.engine import Engine, QueueFullError
+from mars.engine import Engine
 from mars.errors import MarsError
 from mars.method.dials import Dial
 from mars.models import load_checkpoint
@@ -40,6 +40,8 @@ class EngineOptions:
     """More than so many besides those that run are refused; the server sees to that"""
     warm_up: Literal["all", "greedy"] = "all"
     """What a GPU is made ready for before the first request comes"""
+    dials: tuple[Dial, ...] = (Dial("relaxed", 0.5), Dial("threshold", 0.9))
+    """And for which dials besides exact: one of each kind, since they will be turned"""
 
 
 def run(connection: Connection, options: EngineOptions) -> None:
@@ -81,8 +83,8 @@ class Worker:
             lexicon_of(checkpoint)
         self._connection = connection
         self._engine = Engine(checkpoint, rows=options.rows, memory=options.memory)
-        kinds = [Dial("relaxed", 0.5), Dial("threshold", 0.9)] if checkpoint.settings else []  # the dial will be turned
-        for done, total in self._engine.warm_up(dials=kinds, sampled=options.warm_up == "all"):
+        dials = options.dials if checkpoint.settings else ()
+        for done, total in self._engine.warm_up(dials=dials, sampled=options.warm_up == "all"):
             self._say(WarmingUp(done, total))
         self._open: dict[int, _Open] = {}
         self._due = 0.0
@@ -92,7 +94,7 @@ class Worker:
             options.name or checkpoint.name,
             checkpoint.tokenizer,
             checkpoint.end_tokens,
-            checkpoint.context,
+            min(checkpoint.context or self._engine.longest, self._engine.longest),
             checkpoint.vocabulary,
             checkpoint.settings,
         )
@@ -131,7 +133,7 @@ class Worker:
         try:
             self._open[ask.number] = _Open(ask.number, self._engine.add(request), ask.follows)
         except MarsError as error:
-            self._say(Refused(ask.number, str(error), isinstance(error, QueueFullError)))
+            self._say(Refused(ask.number, str(error)))
 
     def _tell(self) -> None:
         """Send the news of all requests together, and how full the engine is, if that has changed."""

@@ -300,7 +300,7 @@ class Answer {
 /** [tokens, text] of each forward in a chunk; the server may have put several into one. */
 function forwardsIn(content, mars) {
   if (!content) return [];
-  if (!mars?.forwards) return [[mars?.tokens ?? 1, content]];
+  if (!mars?.forwards) return [[1, content]];
   const characters = [...content]; // code points, as the server counts them
   return mars.forwards.map(([tokens, length]) => [tokens, characters.splice(0, length).join("")]);
 }
