@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,12 +55,18 @@ def test_single_tokens_and_shorter_windows_have_graphs_too() -> None:
     assert len(made._capture_descs["full"]) == len(set(made._capture_descs["full"]))
 
 
+def test_padding_is_small() -> None:
+    counts = row_counts(256)
+    assert counts[:6] == [1, 2, 3, 4, 6, 8] and counts[-1] == 256
+    assert max((high - low - 1) / high for low, high in pairwise(counts) if low >= 32) < 0.13
+
+
 def test_without_the_method_nothing_changes() -> None:
     assert {each.uniform_token_count for each in manager(None)._capture_descs["full"]} == {7}
 
 
 def test_counts() -> None:
     assert row_counts(5) == [1, 2, 3, 4, 5]
-    assert row_counts(256)[-5:] == [128, 160, 192, 224, 256]
+    assert row_counts(256)[-5:] == [192, 208, 224, 240, 256]
     assert plain_counts(20) == [1, 2, 4, 8, 16]
     assert plain_counts(256)[-1] == 256

@@ -24,8 +24,10 @@ SCHEDULER = "mars.integrations.vllm.scheduler.MarsScheduler"
 ASYNC_SCHEDULER = "mars.integrations.vllm.scheduler.AsyncMarsScheduler"
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's own switch: 0 takes the synchronous road"""
-ARITHMETIC = 5e12
-"""Floating-point operations of a step from which on a large GPU masks cost more than they bring"""
+FREE_TOKENS = 322
+"""Of a step that still takes about as long as reading the weights, on a large GPU"""
+FREE_OPERATIONS = 2.4e12
+"""Of a step that takes no longer than the host needs for a plain one: small models may feed more tokens"""
 MOST_ROWS = 256
 """With windows, unless the setting ``windows`` says otherwise: a graph is taken for each of several counts"""
 EXTENSION = "mars.integrations.vllm.worker.Extension"
@@ -111,15 +113,15 @@ def _run_ahead(arguments: Any, masks: int, windows: dict[int, int]) -> None:
     sizes = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
     places = (arguments, arguments.compilation_config)
     if all(getattr(place, name, None) is None for place in places for name in sizes):
-        from mars.integrations.vllm.graphs import row_counts
+        from mars.integrations.vllm.graphs import capture_sizes
 
         alone = min((rows for rows, count in windows.items() if not count), default=MOST_ROWS + 1)
         most = max(1, min(alone - 1, arguments.max_num_seqs or MOST_ROWS))
-        arguments.cudagraph_capture_sizes = [rows * (1 + width) for rows in row_counts(most)]
+        arguments.cudagraph_capture_sizes = capture_sizes(most, 1 + width)
 
 
 def _rows(arguments: Any, masks: int) -> int:
-    """How many rows can have windows before their arithmetic takes longer than what they save."""
+    """How many rows can have windows while these cost little more than single tokens."""
     config = AutoConfig.from_pretrained(
         arguments.hf_config_path or arguments.model,
         revision=arguments.revision,
@@ -129,7 +131,8 @@ def _rows(arguments: Any, masks: int) -> int:
     inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None) or 4 * hidden
     experts = getattr(config, "num_experts_per_tok", None) or 1
     weights = config.num_hidden_layers * hidden * (4 * hidden + 3 * inner * experts) + hidden * config.vocab_size
-    return max(1, min(MOST_ROWS, int(ARITHMETIC / (2 * weights * (1 + 2 * masks)))))
+    tokens = max(FREE_TOKENS, FREE_OPERATIONS * arguments.tensor_parallel_size / (2 * weights))
+    return max(1, min(MOST_ROWS, int(tokens / (1 + 2 * masks))))
 
 
 def _allow() -> None:

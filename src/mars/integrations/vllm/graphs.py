@@ -16,13 +16,27 @@ from mars.integrations.vllm.arguments import METHOD
 Method = Callable[..., Any]
 
 
+AMONG_WINDOWS = 512
+"""Tokens of prompts that a full house of windows may be joined by in a step that still has a graph"""
+
+
 def row_counts(most: int) -> list[int]:
-    """How many rows graphs of windows are taken for: padding is at most a third, and a seventh among many."""
-    counts = [1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64]
-    counts += [
-        count for step, end in ((16, 128), (32, 256), (64, 1024)) for count in range(end // 2 + step, end + 1, step)
-    ]
+    """How many rows graphs of windows are taken for: padding is at most a third, and a ninth among many."""
+    steps = ((1, 4), (2, 16), (4, 48), (8, 128), (16, 256), (64, 1024))
+    counts: list[int] = []
+    for step, end in steps:
+        counts += range((counts[-1] if counts else 0) + step, end + 1, step)
     return sorted({*(count for count in counts if count < most), most})
+
+
+def capture_sizes(most: int, length: int) -> list[int]:
+    """Tokens of the steps that graphs are taken of: windows of so many rows, then some with prompts among them.
+
+    vLLM wants multiples of a window's length, and takes no graph of anything above the largest, single tokens included.
+    """
+    full = most * length
+    step = -(-64 // length) * length
+    return [*(rows * length for rows in row_counts(most)), *range(full + step, full + AMONG_WINDOWS + step, step)]
 
 
 def plain_counts(most: int) -> list[int]:

@@ -26,6 +26,10 @@ class MarsScheduler(Scheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
 
+PATIENCE = 8
+"""Steps for which wider windows must have been right before they come"""
+
+
 class AsyncMarsScheduler(AsyncScheduler):
     """It sees no drafts, but knows how many there were: what a row emits says what its next window begins with."""
 
@@ -40,6 +44,8 @@ class AsyncMarsScheduler(AsyncScheduler):
         self._drafts: dict[str, int] = {}
         """At the beginning of each request's next window"""
         self._next = self.masks
+        self._held, self._calm = self.masks, 0
+        """The masks that the load allows, and for how many steps it has allowed more"""
         _hear_of_turns()
 
     def turn(self, dial: str) -> None:
@@ -54,9 +60,17 @@ class AsyncMarsScheduler(AsyncScheduler):
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         """The next step's windows: every row gets as many places, so that there is a graph for the step."""
-        masks = 0 if self._all_alone() else masks_for(len(self.running), self.windows, self.masks)
+        masks = 0 if self._all_alone() else self._masks_by_load()
         scheduler_output.num_spec_tokens_to_schedule = 2 * masks
         super()._update_after_schedule(scheduler_output)
+
+    def _masks_by_load(self) -> int:
+        """Fewer at once, more after a while: the first window after none has no drafts, and the last one's are lost."""
+        masks = masks_for(len(self.running), self.windows, self.masks)
+        self._calm = self._calm + 1 if masks > self._held else 0
+        if masks < self._held or self._calm >= PATIENCE:
+            self._held, self._calm = masks, 0
+        return self._held
 
     def _all_alone(self) -> bool:
         """Whether nobody wants drafts."""

@@ -35,6 +35,8 @@ class Dials:
         """Slots whose next token is the likeliest one, whatever the sampler knows to do"""
         self.loose = np.zeros(slots, dtype=bool)
         """Slots whose dial is not exact"""
+        self.lenient = np.zeros(slots, dtype=bool)
+        """Slots whose dial keeps what the AR model would not have written"""
         self.thresholds = np.zeros(slots, dtype=bool)
         self._asked: list[tuple[Dial | None, bool]] = [(None, False)] * slots
         self._told = torch.zeros((slots, 2))
@@ -62,13 +64,15 @@ class Dials:
             dial = Dial("exact")
         trust = {"one-token": torch.inf, "threshold": dial.value or 0.0}.get(dial.kind, 0.0)
         self._told[slot] = torch.tensor([log_least(dial), trust])
-        self.loose[slot], self.thresholds[slot] = dial.kind != "exact", dial.kind == "threshold"
+        self.loose[slot], self.lenient[slot] = dial.kind != "exact", dial.is_loose
+        self.thresholds[slot] = dial.kind == "threshold"
         self._stale = True
 
     def on_device(self) -> Tensor:
         """For every slot how far a draft may be under the best logit, and the least trust."""
         if self._stale:
-            self._on_device.copy_(self._told)  # a request came or a dial was turned: this may wait
+            told = self._told.pin_memory() if self._on_device.is_cuda else self._told
+            self._on_device.copy_(told, non_blocking=True)
             self._stale = False
         return self._on_device
 
@@ -152,7 +156,8 @@ class Speculator:
         emitted, sampled = torch.ones_like(slots), tokens.view(rows, -1)
         greedy = Forward(tokens.int(), starts, tokens, slots, None, None, None, None, self._counts)
         exact = replace(greedy, emitted=emitted, sampled=sampled)
-        for forward in (greedy, exact, replace(exact, dials=dials), replace(exact, dials=dials, sure=tokens.float())):
+        loose = [replace(each, dials=dials) for each in (greedy, exact)]
+        for forward in (greedy, exact, *loose, replace(exact, dials=dials, sure=tokens.float())):
             self._advance(forward, mask=self.mask, masks=self.masks, width=self.width)
         self.forget()
 
@@ -162,7 +167,7 @@ class Speculator:
         Where all rows are greedy and nothing else is asked for, what it would say is known already.
         """
         slots = batch.idx_mapping_np
-        loose, thresholds = self.dials.loose[slots].any(), self.dials.thresholds[slots].any()
+        loose, lenient = self.dials.loose[slots].any(), self.dials.lenient[slots].any()
         fed = batch.input_ids[batch.logits_indices]
         forward = Forward(
             fed=fed,
@@ -175,8 +180,8 @@ class Speculator:
             sure=None,
             counts=self._counts,
         )
-        if loose:
-            self._loosen(forward, logits, batch.expanded_idx_mapping, thresholds)
+        if lenient:
+            self._loosen(forward, logits, batch.expanded_idx_mapping, self.dials.thresholds[slots].any())
         elif not any(each is not None for each in others) and self._needs_no_sampler(batch, slots):
             return self._at_once(forward)
         output = sampler(logits, batch, *others)
