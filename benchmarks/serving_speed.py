@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ from mars.models import load_checkpoint, save_checkpoint
 Chat = list[dict[str, Any]]
 
 
-def directly(model: str, dtype: str | None, chats: Sequence[Chat], at_once: int, limit: int) -> dict[str, Any]:
+def directly(
+    model: str, dtype: str | None, first: Sequence[Chat], chats: Sequence[Chat], at_once: int, limit: int
+) -> dict[str, Any]:
     """The engine, in this process."""
     loaded = mars.load(model, dtype=dtype, rows=at_once)
     loaded.warm_up()
@@ -58,20 +61,26 @@ def directly(model: str, dtype: str | None, chats: Sequence[Chat], at_once: int,
                 del going[number]
         return tokens, time.perf_counter() - started
 
-    work(chats[:at_once])
+    work(first)
     tokens, seconds = work(chats)
     return {"tokens": tokens, "tokens_per_second": tokens / seconds}
 
 
 def through_http(
-    address: str, name: str, chats: Sequence[Chat], at_once: int, limit: int, processes: int
+    first: Sequence[Chat],
+    chats: Sequence[Chat],
+    at_once: int,
+    limit: int,
+    processes: int,
+    address: str,
+    name: str,
 ) -> dict[str, Any]:
     def bodies(chats: Sequence[Chat]) -> list[dict[str, Any]]:
         asked = {"model": name, "temperature": 0, "max_tokens": limit}
         return [asked | {"messages": chat} for chat in chats]
 
     lanes = [Lane(bodies(chats[lane::at_once])) for lane in range(at_once)]
-    ask_all(address, [Lane(lane.bodies[:1]) for lane in lanes], processes)
+    ask_all(address, [Lane([body]) for body in bodies(first)], processes)
     seen = ask_all(address, lanes, processes)
     tokens = sum(each.tokens for each in seen)
     seconds = max(each.ended for each in seen) - min(each.started for each in seen)
@@ -109,11 +118,12 @@ def main() -> None:
     parser.add_argument("--peer", choices=["vllm"])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    prompts = list(PROMPTS) if args.prompts is None else read_prompts(args.prompts)
+    prompts: list[Any] = list(PROMPTS) if args.prompts is None else read_prompts(args.prompts)
     chats: list[Chat] = [
         [{"role": "user", "content": each}] if isinstance(each, str) else [dict(one) for one in each]
-        for each in (prompts * (args.requests // len(prompts) + 1))[: args.requests]
+        for each in islice(cycle(prompts), args.at_once + args.requests)
     ]
+    first, chats = chats[: args.at_once], chats[args.at_once :]  # to warm up with, and to measure
     shared = (args.at_once, args.max_new_tokens)
     found: dict[str, dict[str, Any]] = {}
 
@@ -127,8 +137,8 @@ def main() -> None:
             )
 
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        keep("engine", pool.submit(directly, args.model, args.dtype, chats, *shared).result())
-    http = partial(through_http, chats=chats, at_once=args.at_once, limit=args.max_new_tokens, processes=args.processes)
+        keep("engine", pool.submit(directly, args.model, args.dtype, first, chats, *shared).result())
+    http = partial(through_http, first, chats, *shared, args.processes)
     options = ("--model", args.model, "--rows", args.at_once, "--dial", "exact", "--warm-up", "greedy")
     with mars_serve(*options, "--log-level", "warning") as ours:
         keep("mars serve", http(ours.address, args.model))
@@ -138,7 +148,7 @@ def main() -> None:
             save_checkpoint(load_checkpoint(args.model, dtype=args.dtype, device="cpu"), folder)
             command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--port", 8123]
             command += ["--served-model-name", args.model, "--max-num-seqs", args.at_once]
-            command += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
+            command += ["--disable-uvicorn-access-log"]
             stack.enter_context(running(command, r"(Application startup complete)"))
             keep("vllm serve", http("http://127.0.0.1:8123", args.model))
     show(found)
