@@ -167,7 +167,7 @@ def test_json(llm: Any) -> None:
 
 
 def test_the_same_text_when_pages_run_out(model: Path, expected: dict[str, Any]) -> None:
-    with engine(model, **MARS, block_size=32, num_gpu_blocks_override=28) as llm:
+    with engine(model, **MARS, block_size=32, max_model_len=256, num_gpu_blocks_override=12) as llm:
         assert write(llm, SEQUENCES) == expected["16"]
         counted = {metric.name.removeprefix("vllm:"): metric for metric in llm.get_metrics()}
         assert counted["num_preemptions"].value > 0
