@@ -294,12 +294,6 @@ class DialRequest(Strict):
     dial: str
     """Or `AUTO`, for the governor"""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_nothing(cls, body: Any) -> Any:
-        """As at OpenAI, whose clients send null for what is not given."""
-        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
-
     @field_validator("dial")
     @classmethod
     def _known(cls, dial: str) -> str:
