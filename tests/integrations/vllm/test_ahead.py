@@ -1,4 +1,4 @@
-"""The asynchronous road: scheduled ahead, vLLM with the plugin writes what it writes without."""
+"""The asynchronous road: scheduled ahead, vLLM with the plugin writes what it writes without. On a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     save_checkpoint(tiny_checkpoint("llama", hidden_size=128, intermediate_size=128, head_dim=32), folder)
     root = Path(__file__).parents[3]
-    command = [sys.executable, "-m", "tests.integrations.vllm.interpreted", str(folder)]
+    command = [sys.executable, "-m", "tests.integrations.vllm.ahead", str(folder)]
     done = subprocess.run(command, cwd=root, env=os.environ, timeout=SECONDS, stdout=subprocess.PIPE, check=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
@@ -75,6 +75,6 @@ def test_sampling_has_the_same_distribution(told: dict[str, Any]) -> None:
 
 
 def test_a_crowd_comes_and_goes(told: dict[str, Any]) -> None:
-    assert told["crowd"]["finished"] == 30
+    assert told["crowd"]["finished"] == told["crowd"]["asked"]
     assert told["crowd"]["busy"] == [0, 0, 0]
     assert told["crowd"]["preempted"] > 0

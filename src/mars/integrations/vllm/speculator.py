@@ -190,7 +190,7 @@ class Speculator:
         return output
 
     def _needs_no_sampler(self, batch: Any, slots: np.ndarray[Any, Any]) -> bool:
-        return bool(self.dials.greedy[slots].all()) and not batch.is_prefilling_np.any()
+        return bool(self.dials.greedy[slots].all()) and not _still_reading(batch).any()
 
     def _at_once(self, forward: Forward) -> Any:
         from vllm.v1.worker.gpu.sample.output import SamplerOutput

@@ -1,6 +1,6 @@
-"""The asynchronous road without a GPU: vLLM's second model runner on a CPU, its kernels interpreted.
+"""The asynchronous road: vLLM's second model runner, on a GPU, or without one on a CPU with its kernels interpreted.
 
-``python -m tests.integrations.vllm.interpreted FOLDER`` writes with and without the plugin, and prints what came of it.
+``python -m tests.integrations.vllm.ahead FOLDER`` writes with and without the plugin, and prints what came of it.
 A process of its own, since triton and vLLM have to be told before anybody else asks for them.
 """
 
@@ -15,20 +15,29 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+ON_GPU = torch.cuda.is_available()
 os.environ |= {
-    "TRITON_INTERPRET": "1",
     "VLLM_USE_V2_MODEL_RUNNER": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_CI_ENV": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
+if not ON_GPU:
+    os.environ |= {
+        "TRITON_INTERPRET": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_CI_ENV": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
 
 from triton import backends
 
+from mars.integrations.vllm import register
+
 ROWS = 6
+CROWD = 500 if ON_GPU else 30
 Answers = list[list[int]]
 
 
@@ -38,7 +47,7 @@ class Driver:
     is_active = staticmethod(lambda: True)
 
 
-def prepare() -> None:
+def interpret() -> None:
     """Have vLLM believe in triton on a CPU, schedule ahead there, and take our road."""
     backends.backends["cpu"] = type("Backend", (), {"driver": Driver, "compiler": None})()
     from vllm.platforms.cpu import CpuPlatform
@@ -54,7 +63,6 @@ def prepare() -> None:
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
     arguments._runs_ahead = lambda _: True  # type: ignore[assignment]
-    arguments.install()
 
 
 def engine(folder: str, mars: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -65,7 +73,8 @@ def engine(folder: str, mars: dict[str, Any] | None = None, **options: Any) -> A
         "max_model_len": 96,
         "max_num_seqs": ROWS,
         "max_num_batched_tokens": 48,
-        "enforce_eager": True,
+        "enforce_eager": not ON_GPU,
+        "gpu_memory_utilization": 0.2,
         "enable_prefix_caching": True,
         "disable_log_stats": False,
         "seed": 0,
@@ -191,6 +200,7 @@ def crowd(llm: Any, requests: int) -> dict[str, Any]:
     busy = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     gauges = {each.name: each.value for each in llm.get_metrics() if hasattr(each, "value")}
     return {
+        "asked": requests,
         "finished": len(finished),
         "busy": [gauges[name] for name in busy],
         "preempted": gauges["vllm:num_preemptions"],
@@ -198,7 +208,9 @@ def crowd(llm: Any, requests: int) -> dict[str, Any]:
 
 
 def main(folder: str) -> dict[str, Any]:
-    prepare()
+    if not ON_GPU:
+        interpret()
+    register()
     plain = engine(folder)
     told: dict[str, Any] = {
         "plain": everything(plain, plain=True),
@@ -221,7 +233,7 @@ def main(folder: str) -> dict[str, Any]:
     mars = engine(folder, {"windows": {"3": 1, "5": 0}}, block_size=32, num_gpu_blocks_override=10)
     told["windows"] = everything(mars, plain=False)
     told["windows metrics"], told["windows state"] = metrics(mars), state(mars)
-    told["crowd"] = timed("crowd", lambda: crowd(mars, 30))
+    told["crowd"] = timed("crowd", lambda: crowd(mars, CROWD))
     mars.llm_engine.engine_core.shutdown()
     return told
 
