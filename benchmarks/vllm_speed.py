@@ -4,10 +4,11 @@
     python benchmarks/vllm_speed.py --shape qwen2.5-7b --tokenizer FOLDER --requests 1,4,16 --out shape.json
     python benchmarks/vllm_speed.py --variants mars --requests 8 --profile --out profile.json
 
-Each variant has a process of its own and one model for all numbers of requests; a request that ends is followed by the
-next at once. All write the same prompts greedily, in random order; the file is written after every row. With a shape
-the weights are random, so that the time of a step is what counts: with ``threshold=0`` every draft is kept, with
-``exact`` hardly any.
+Each variant has a process of its own. All are loaded at once, and then work one after the other, never two at a time:
+for each number of requests once to warm up, then in turns, so that a machine that is slower for a while is so for all.
+The median counts. A request that ends is followed by the next at once. All write the same prompts greedily, in random
+order. With a shape the weights are random, so that the time of a step is what counts: with ``threshold=0`` every draft
+is kept, with ``exact`` hardly any.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple, Protocol
 
 from model_shapes import SHAPES, prompts
 from rich.console import Console
@@ -37,8 +41,9 @@ from mars.evaluation.plan import PROMPTS, read_prompts
 from mars.evaluation.provenance import collect
 from mars.models import Settings, load_checkpoint, save_checkpoint
 
-LEAST = 16
+LEAST = 8
 """Requests of a measurement, at least"""
+COUNTED = ("forwards", "tokens", "drafts", "accepted")
 
 
 @dataclass(frozen=True)
@@ -46,27 +51,29 @@ class Work:
     """What a variant's process is told."""
 
     folder: str
-    prompts: list[list[int]]
-    sizes: list[int]
-    new_tokens: int
-    rounds: int
+    length: int
+    rows: int
     dtype: str | None
     eager: bool
     random: bool
-    out: Path
-    windows: dict[str, int] | None = None
-    dial: str = "exact"
-    profile: bool = False
-
-    def asked(self, size: int) -> list[list[int]]:
-        count = max(size * self.rounds, LEAST)
-        return (self.prompts * (count // len(self.prompts) + 1))[:count]
+    windows: dict[str, int] | None
+    memory: int
+    profile: bool
 
 
-def note(path: Path, key: str, value: Any) -> None:
-    found = json.loads(path.read_text())
-    found[key].append(value)
-    path.write_text(json.dumps(found, indent=1) + "\n")
+class Writer(Protocol):
+    """Writes to prompts, so many at once, up to so many tokens each; says what came of it, and in how many steps."""
+
+    def __call__(self, asked: Sequence[list[int]], size: int, limits: Sequence[int]) -> tuple[list[list[int]], int]: ...
+
+
+class Variant(NamedTuple):
+    """What was loaded."""
+
+    write: Writer
+    state: Callable[[], dict[str, Any] | None] = lambda: None
+    """What the plugin has counted, if there is one"""
+    close: Callable[[], None] = lambda: None
 
 
 def make_known() -> None:
@@ -82,40 +89,33 @@ def make_known() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(folder)]))
 
 
-def open_llm(work: Work, **options: Any) -> Any:
-    from vllm import LLM
+def open_vllm(work: Work, **options: Any) -> Variant:
+    make_known()
+    os.environ["VLLM_CACHE_ROOT"] = tempfile.mkdtemp(prefix="mars-vllm-cache-")  # not to write to one place all at once
+    if work.profile:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
-    length = max(map(len, work.prompts)) + work.new_tokens + 16
     shared: dict[str, Any] = {
-        "max_model_len": max(512, length),
-        "max_num_seqs": max(work.sizes),
+        "max_model_len": max(512, work.length),
+        "max_num_seqs": work.rows,
         "enable_prefix_caching": False,
-        "gpu_memory_utilization": 0.5,
+        "gpu_memory_utilization": 0.02,  # what it finds used is not its own
+        "kv_cache_memory_bytes": work.memory,
         "enforce_eager": work.eager,
         "load_format": "dummy" if work.random else "auto",
         "seed": 0,
     }
     if work.dtype:
         shared["dtype"] = work.dtype
-    return LLM(model=work.folder, **shared | options)
-
-
-def through_vllm(name: str, work: Work, **options: Any) -> None:
-    make_known()
-    if work.profile:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    begun = time.monotonic()
-    llm = open_llm(work, **options)
-    print(f"{name}: loaded in {time.monotonic() - begun:.0f} s", flush=True)
+    llm = LLM(model=work.folder, **shared | options)
     engine = llm.llm_engine
     numbers = iter(range(10**9))
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
 
-    def write(asked: Sequence[list[int]], size: int, limit: int) -> tuple[list[list[int]], int]:
-        params = SamplingParams(
-            temperature=0.0, max_tokens=limit, ignore_eos=work.random, output_kind=RequestOutputKind.DELTA
-        )
+    def write(asked: Sequence[list[int]], size: int, limits: Sequence[int]) -> tuple[list[list[int]], int]:
+        same: dict[str, Any] = {"temperature": 0.0, "ignore_eos": work.random, "output_kind": RequestOutputKind.DELTA}
+        params = {limit: SamplingParams(max_tokens=limit, **same) for limit in set(limits)}
         left, steps = deque(enumerate(asked)), 0
         going: dict[str, int] = {}
         texts: list[list[int]] = [[] for _ in asked]
@@ -123,7 +123,7 @@ def through_vllm(name: str, work: Work, **options: Any) -> None:
             while left and len(going) < size:
                 index, prompt = left.popleft()
                 key = str(next(numbers))
-                engine.add_request(key, {"prompt_token_ids": prompt}, params)
+                engine.add_request(key, {"prompt_token_ids": prompt}, params[limits[index]])
                 going[key] = index
             outputs = engine.step()
             steps += bool(outputs)
@@ -136,121 +136,175 @@ def through_vllm(name: str, work: Work, **options: Any) -> None:
     def state() -> dict[str, Any] | None:
         return llm.collective_rpc("mars_state")[0] if "speculative_config" in options else None
 
-    measure(name, work, write, state)
-    if work.profile:
-        profile(work, lambda: write(work.asked(work.sizes[-1])[: work.sizes[-1]], work.sizes[-1], 24))
-    engine.engine_core.shutdown()
+    return Variant(write, state, engine.engine_core.shutdown)
 
 
-def through_engine(name: str, work: Work) -> None:
-    begun = time.monotonic()
-    model = mars.load(work.folder, dtype=work.dtype, rows=max(work.sizes))
-    model.warm_up()
-    engine = model.engine()
-    print(f"{name}: loaded in {time.monotonic() - begun:.0f} s", flush=True)
+def open_plugin(work: Work, dial: str) -> Variant:
+    windows = {} if work.windows is None else {"windows": work.windows}
+    return open_vllm(work, speculative_config={"method": "mars", "dial": dial, **windows})
 
-    def write(asked: Sequence[list[int]], size: int, limit: int) -> tuple[list[list[int]], int]:
+
+def open_second_runner(work: Work) -> Variant:
+    """vLLM's newer model runner, which it does not take for all models by itself, and the plugin does."""
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    return open_vllm(work)
+
+
+def open_engine(work: Work) -> Variant:
+    model = mars.load(work.folder, dtype=work.dtype, rows=work.rows, memory=work.memory)
+
+    @cache
+    def engine() -> Any:
+        """When it is its turn: it measures what its steps cost."""
+        model.warm_up()
+        return model.engine()
+
+    def write(asked: Sequence[list[int]], size: int, limits: Sequence[int]) -> tuple[list[list[int]], int]:
         left, going, steps = deque(enumerate(asked)), list[tuple[int, Any]](), 0
         texts: list[list[int]] = [[] for _ in asked]
         while left or going:
             while left and len(going) < size:
                 index, prompt = left.popleft()
-                going.append((index, engine.add(model.request(prompt, dial=work.dial, max_new_tokens=limit))))
-            engine.step()
+                request = model.request(prompt, dial="exact", max_new_tokens=limits[index])
+                going.append((index, engine().add(request)))
+            engine().step()
             steps += 1
             for index, answer in [each for each in going if each[1].finish_reason]:
                 texts[index] = list(answer.token_ids)
                 going.remove((index, answer))
         return texts, steps
 
-    measure(name, work, write, lambda: None)
+    return Variant(write)
 
 
-def measure(name: str, work: Work, write: Callable[..., Any], state: Callable[[], Any]) -> None:
-    """Once to warm up, once for the record."""
-    for size in work.sizes:
-        asked = work.asked(size)
-        write(asked[:size], size, min(32, work.new_tokens))
-        before, begun = state(), time.perf_counter()
-        texts, steps = write(asked, size, work.new_tokens)
-        seconds, after = time.perf_counter() - begun, state()
-        tokens = sum(map(len, texts))
-        row = {
-            "variant": name,
-            "requests": size,
-            "tokens": tokens,
-            "seconds": seconds,
-            "tokens_per_second": tokens / seconds,
-            "ms_per_step": 1000 * seconds / steps,
-            "tokens_per_step": tokens / steps,
-        }
-        if after:
-            counts = {key: after[key] - before[key] for key in ("forwards", "tokens", "drafts", "accepted")}
-            row |= {"tokens_per_forward": counts["tokens"] / counts["forwards"], "counts": counts}
-        plain = next((each for each in _rows(work.out) if (each["variant"], each["requests"]) == ("plain", size)), None)
-        if plain is not None:
-            row["same_text"] = sum(map(list.__eq__, texts, plain["texts"])) / len(texts)
-        note(work.out, "rows", row | ({"texts": texts} if name == "plain" else {}))
-        show(row, plain)
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    return list(json.loads(path.read_text())["rows"])
-
-
-def show(row: dict[str, Any], plain: dict[str, Any] | None) -> None:
-    said = f"{row['variant']:12} {row['requests']:4} requests {row['tokens_per_second']:9,.0f} tokens/s"
-    said += f" {row['ms_per_step']:7.3f} ms a step {row.get('tokens_per_forward', 1):5.2f} tokens a forward"
-    if plain is not None:
-        said += f"  {row['tokens_per_second'] / plain['tokens_per_second']:.2f}x plain"
-        said += f", step {row['ms_per_step'] / plain['ms_per_step']:.2f}x, same text {row['same_text']:.0%}"
-    print(said, flush=True)
-
-
-def profile(work: Work, run: Callable[[], Any]) -> None:
-    """Where a step's time goes, on the host and on the device."""
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-    with profile(activities=activities) as seen:
-        _, steps = run()
-    events = seen.key_averages()
-    device = sum(each.self_device_time_total for each in events)
-    launches = {each.key: each.count / steps for each in events if each.key.startswith(("cuda", "cu"))}
-    print(f"profile: {steps} steps, {device / steps:.0f} us of kernels a step, calls a step: {launches}", flush=True)
-    for order in ("self_cpu_time_total", "self_device_time_total"):
-        print(events.table(sort_by=order, row_limit=30, max_name_column_width=60), flush=True)
-    note(work.out, "profiles", {"steps": steps, "kernel_us_per_step": device / steps, "calls_per_step": launches})
-
-
-VARIANTS: dict[str, Callable[[Work], None]] = {
-    "plain": lambda work: through_vllm("plain", work),
-    "plain-v2": lambda work: in_second_runner("plain-v2", work),
-    "plain-sync": lambda work: through_vllm("plain-sync", work, async_scheduling=False),
-    "mars": lambda work: through_vllm("mars", work, speculative_config=asking(work, "exact")),
-    "one-token": lambda work: through_vllm("one-token", work, speculative_config=asking(work, "one-token")),
-    "all-kept": lambda work: through_vllm("all-kept", work, speculative_config=asking(work, "threshold=0")),
-    "engine": lambda work: through_engine("engine", work),
+VARIANTS: dict[str, Callable[[Work], Variant]] = {
+    "plain": open_vllm,
+    "plain-v2": open_second_runner,
+    "plain-sync": lambda work: open_vllm(work, async_scheduling=False),
+    "mars": lambda work: open_plugin(work, "exact"),
+    "one-token": lambda work: open_plugin(work, "one-token"),
+    "all-kept": lambda work: open_plugin(work, "threshold=0"),
+    "engine": open_engine,
 }
 
 
-def in_second_runner(name: str, work: Work) -> None:
-    """vLLM's newer model runner, which it does not take for all models by itself, and the plugin does."""
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    through_vllm(name, work)
-
-
-def asking(work: Work, dial: str) -> dict[str, Any]:
-    return {"method": "mars", "dial": dial} | ({} if work.windows is None else {"windows": work.windows})
-
-
-def run(variant: str, work: Work) -> None:
+def work_alone(variant: str, work: Work, told: Connection) -> None:
+    """A variant's process: load, then do as told."""
     try:
-        VARIANTS[variant](work)
+        begun = time.monotonic()
+        mine = VARIANTS[variant](work)
+        print(f"{variant}: loaded in {time.monotonic() - begun:.0f} s", flush=True)
+        told.send(None)
+        while (asked := told.recv()) is not None:
+            told.send(profile(mine.write, *asked[1:]) if asked[0] == "profile" else timed(mine, *asked[1:]))
+        mine.close()
     except BaseException:
         traceback.print_exc()
         print(f"{variant}: failed", flush=True)
-        sys.exit(1)
+
+
+def timed(mine: Variant, *asked: Any) -> dict[str, Any]:
+    before, begun = mine.state(), time.perf_counter()
+    texts, steps = mine.write(*asked)
+    seconds, after = time.perf_counter() - begun, mine.state()
+    counts = {key: after[key] - before[key] for key in COUNTED} if before and after else None
+    return {"texts": texts, "steps": steps, "seconds": seconds, "counts": counts}
+
+
+def profile(write: Writer, *asked: Any) -> dict[str, Any]:
+    """Where a step's time goes, on the host and on the device."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        _, steps = write(*asked)
+    events = seen.key_averages()
+    device = sum(each.self_device_time_total for each in events)
+    calls = {each.key: each.count / steps for each in events if each.key.startswith(("cuda", "cu"))}
+    kernels = sorted(events, key=lambda each: -each.self_device_time_total)[:12]
+    host = sorted(events, key=lambda each: -each.self_cpu_time_total)[:12]
+    return {
+        "steps": steps,
+        "kernel_us_per_step": device / steps,
+        "calls_per_step": calls,
+        "kernels_us": {each.key[:80]: each.self_device_time_total / steps for each in kernels},
+        "host_us": {each.key[:80]: each.self_cpu_time_total / steps for each in host},
+    }
+
+
+@dataclass
+class Contender:
+    """The other end."""
+
+    variant: str
+    process: Any
+    line: Connection
+
+    def ask(self, what: str, *asked: Any) -> Any:
+        self.line.send((what, *asked))
+        return self.line.recv()
+
+
+def start(variants: Sequence[str], work: Work) -> list[Contender]:
+    """Those that could be loaded."""
+    spawn = multiprocessing.get_context("spawn")
+    started = []
+    for variant in variants:
+        here, there = spawn.Pipe()
+        process = spawn.Process(target=work_alone, args=(variant, work, there))
+        process.start()
+        there.close()
+        started.append(Contender(variant, process, here))
+    return [each for each in started if _is_loaded(each)]
+
+
+def _is_loaded(contender: Contender) -> bool:
+    try:
+        contender.line.recv()
+    except EOFError:
+        return False
+    return True
+
+
+def measure(contenders: Sequence[Contender], asked: list[list[int]], size: int, limit: int, repeats: int) -> list[Any]:
+    first = [min(8 + index % 24, limit) for index in range(2 * size)]  # requests that end one by one
+    for each in contenders:
+        each.ask("warm up", (asked * 2)[: 2 * size], size, first)
+    passes: dict[str, list[Any]] = {each.variant: [] for each in contenders}
+    for _ in range(repeats):
+        for each in contenders:
+            passes[each.variant].append(each.ask("write", asked, size, [limit] * len(asked)))
+    plain = passes.get("plain", [None])[0]
+    rows = [summed(name, size, found, plain and plain["texts"]) for name, found in passes.items()]
+    for row in rows:
+        show(row, rows[0])
+    return rows
+
+
+def summed(name: str, size: int, passes: Sequence[dict[str, Any]], plain: list[list[int]] | None) -> dict[str, Any]:
+    tokens = [sum(map(len, each["texts"])) for each in passes]
+    row: dict[str, Any] = {
+        "variant": name,
+        "requests": size,
+        "seconds": [each["seconds"] for each in passes],
+        "tokens": tokens,
+        "tokens_per_second": median(count / each["seconds"] for count, each in zip(tokens, passes, strict=True)),
+        "ms_per_step": median(1000 * each["seconds"] / each["steps"] for each in passes),
+        "tokens_per_step": median(count / each["steps"] for count, each in zip(tokens, passes, strict=True)),
+    }
+    if passes[0]["counts"]:
+        counts = {key: sum(each["counts"][key] for each in passes) for key in COUNTED}
+        row |= {"tokens_per_forward": counts["tokens"] / counts["forwards"], "counts": counts}
+    if plain is not None:
+        row["same_text"] = sum(map(list.__eq__, passes[0]["texts"], plain)) / len(plain)
+    return row
+
+
+def show(row: dict[str, Any], first: dict[str, Any]) -> None:
+    said = f"{row['variant']:12} {row['requests']:4} requests {row['tokens_per_second']:9,.0f} tokens/s"
+    said += f" {row['ms_per_step']:7.3f} ms a step {row.get('tokens_per_forward', 1):5.2f} tokens a forward"
+    said += f"  {row['tokens_per_second'] / first['tokens_per_second']:.2f}x {first['variant']}"
+    said += f", step {row['ms_per_step'] / first['ms_per_step']:.2f}x, same text {row.get('same_text', 1):.0%}"
+    print(said, flush=True)
 
 
 def save_model(model: str, dtype: str | None, folder: str) -> None:
@@ -295,20 +349,21 @@ def main() -> None:
     parser.add_argument("--dtype")
     parser.add_argument("--prompts", type=Path, help="JSON lines; by default a few questions")
     parser.add_argument("--requests", default="1,8,32,64,128,256", help="at once")
-    parser.add_argument("--rounds", type=int, default=1, help="requests one after the other in each place")
+    parser.add_argument("--rounds", type=int, default=2, help="requests one after the other in each place")
+    parser.add_argument("--repeats", type=int, default=3, help="of each measurement")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--variants", help=f"of {', '.join(VARIANTS)}")
     parser.add_argument("--windows", type=json.loads, help='the plugin\'s setting, such as {"128": 0}')
+    parser.add_argument("--memory", type=float, default=6, help="GiB of each variant's cache")
     parser.add_argument("--eager", action="store_true", help="no compiling, no graphs: to see whether it runs at all")
-    parser.add_argument("--profile", action="store_true", help="print where the last number of requests' steps go")
+    parser.add_argument("--profile", action="store_true", help="only tell where steps' time goes")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     chosen = args.variants or (
         "plain,plain-v2,mars,all-kept" if args.shape else "plain,mars,one-token,plain-sync,engine"
     )
-    args.out.write_text(json.dumps({"provenance": collect(), "rows": [], "profiles": []}))
-    spawn = multiprocessing.get_context("spawn")
     sizes = [int(each) for each in args.requests.split(",")]
+    found: dict[str, Any] = {"provenance": collect(), "rows": [], "profiles": []}
     with tempfile.TemporaryDirectory(prefix="mars-vllm-") as scratch:
         folder = args.model if args.as_it_is else str(Path(scratch) / "model")
         if args.shape:
@@ -316,24 +371,32 @@ def main() -> None:
             asked = prompts(max(sizes), SHAPES[args.shape]["vocab_size"])
         else:
             if not args.as_it_is:
-                saving = spawn.Process(target=save_model, args=(args.model, args.dtype, folder))
-                saving.start()
-                saving.join()
+                save_model(args.model, args.dtype, folder)
             asked = tokenized(folder, list(PROMPTS) if args.prompts is None else read_prompts(args.prompts))
             random.Random(0).shuffle(asked)  # files have one kind of prompt after the other
+        length = max(map(len, asked)) + args.max_new_tokens + 16
+        memory = int(args.memory * 2**30)
         work = Work(
-            folder, asked, sizes, args.max_new_tokens, args.rounds, args.dtype, args.eager, bool(args.shape), args.out
+            folder, length, max(sizes), args.dtype, args.eager, bool(args.shape), args.windows, memory, args.profile
         )
-        work = replace(work, windows=args.windows, profile=args.profile)
-        for variant in chosen.split(","):
-            process = spawn.Process(target=run, args=(variant, work))
-            process.start()
-            process.join()
-    found = json.loads(args.out.read_text())
-    for row in found["rows"]:
-        row.pop("texts", None)
-    args.out.write_text(json.dumps(found, indent=1) + "\n")
-    Console(width=140).print(table(found["rows"]))
+        contenders = start(chosen.split(","), work)
+        for size in sizes:
+            if args.profile:
+                told = ([*asked, *asked][:size], size, [24] * size)
+                for each in contenders:
+                    each.ask("warm up", *told)
+                    about = {"variant": each.variant, "requests": size}
+                    found["profiles"].append(about | each.ask("profile", *told))
+            else:
+                count = max(size * args.rounds, LEAST)
+                these = (asked * (count // len(asked) + 1))[:count]
+                found["rows"] += measure(contenders, these, size, args.max_new_tokens, args.repeats)
+            args.out.write_text(json.dumps(found, indent=1) + "\n")
+        for each in contenders:
+            each.line.send(None)
+        for each in contenders:
+            each.process.join()
+    Console(width=140).print(table(found["rows"]) if found["rows"] else found["profiles"])
 
 
 def tokenized(folder: str, asked: Sequence[Any]) -> list[list[int]]:

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from mars.integrations.vllm import arguments
+
 ON_GPU = torch.cuda.is_available()
 os.environ |= {
     "VLLM_USE_V2_MODEL_RUNNER": "1",
@@ -32,10 +34,6 @@ if not ON_GPU:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
 
-from triton import backends
-
-from mars.integrations.vllm import register
-
 ROWS = 6
 CROWD = 500 if ON_GPU else 30
 Answers = list[list[int]]
@@ -49,10 +47,10 @@ class Driver:
 
 def interpret() -> None:
     """Have vLLM believe in triton on a CPU, schedule ahead there, and take our road."""
+    from triton import backends
+
     backends.backends["cpu"] = type("Backend", (), {"driver": Driver, "compiler": None})()
     from vllm.platforms.cpu import CpuPlatform
-
-    from mars.integrations.vllm import arguments
 
     check = CpuPlatform.check_and_update_config.__func__
 
@@ -68,17 +66,18 @@ def interpret() -> None:
 def engine(folder: str, mars: dict[str, Any] | None = None, **options: Any) -> Any:
     from vllm import LLM
 
-    shared = {
+    shared: dict[str, Any] = {
         "dtype": "float32",
         "max_model_len": 96,
         "max_num_seqs": ROWS,
         "max_num_batched_tokens": 48,
         "enforce_eager": not ON_GPU,
-        "gpu_memory_utilization": 0.2,
         "enable_prefix_caching": True,
         "disable_log_stats": False,
         "seed": 0,
     }
+    if ON_GPU:
+        shared |= {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 2**28}
     speculation = {} if mars is None else {"speculative_config": {"method": "mars", **mars}}
     return LLM(folder, **shared | speculation | options)
 
@@ -210,7 +209,7 @@ def crowd(llm: Any, requests: int) -> dict[str, Any]:
 def main(folder: str) -> dict[str, Any]:
     if not ON_GPU:
         interpret()
-    register()
+    arguments.install()
     plain = engine(folder)
     told: dict[str, Any] = {
         "plain": everything(plain, plain=True),

@@ -1,4 +1,7 @@
-"""The asynchronous road: scheduled ahead, vLLM with the plugin writes what it writes without. On a GPU where there is one."""
+"""The asynchronous road: scheduled ahead, vLLM with the plugin writes what it writes without.
+
+On a GPU where there is one, with vLLM's and our kernels interpreted where there is none.
+"""
 
 from __future__ import annotations
 

@@ -230,8 +230,12 @@ class Speculator:
             places = self._advance(forward, mask=self.mask, masks=self.masks, width=self.width).places
         if places is not None:
             return places
-        self._alone += rows - int(_still_reading(input_batch).sum())
+        self.count_alone(input_batch)
         return self._masks[:rows] if self.masks == self.width // 2 else self._masks[:rows].clone()
+
+    def count_alone(self, batch: Any) -> None:
+        """Rows without windows have written one token each."""
+        self._alone += batch.num_reqs - int(_still_reading(batch).sum())
 
     def init_cudagraph_manager(self, *_: Any) -> None:
         """There is no model whose graphs could be taken."""
@@ -287,6 +291,7 @@ def install() -> None:
         (model_runner, "init_speculator", _ours_first),
         (runner, "load_model", _attached),
         (runner, "execute_model", _told_of_masks),
+        (runner, "sample_tokens", _plain_without_windows),
         (RejectionSampler, "__call__", _through_us),
         (Sampler, "add_request", _noted),
         (CudaGraphManager, "_init_candidates", also_for_other_lengths),
@@ -328,6 +333,25 @@ def _told_of_masks(execute: Method) -> Method:
         return execute(self, scheduler_output, *args, **kwargs)
 
     return execute_model
+
+
+def _plain_without_windows(sample: Method) -> Method:
+    """Where neither this step nor the next has windows, the runner does what it does without speculation."""
+
+    @wraps(sample)
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        speculator, state = self.speculator, self.execute_model_state
+        windows = not isinstance(speculator, Speculator) or state is None or speculator.masks
+        if windows or state.input_batch.num_draft_tokens:
+            return sample(self, *args, **kwargs)
+        speculator.count_alone(state.input_batch)
+        steps, self.speculator, self.num_speculative_steps = self.num_speculative_steps, None, 0
+        try:
+            return sample(self, *args, **kwargs)
+        finally:
+            self.speculator, self.num_speculative_steps = speculator, steps
+
+    return sample_tokens
 
 
 def _through_us(sample: Method) -> Method:
