@@ -36,6 +36,8 @@ if not ON_GPU:
 
 ROWS = 6
 CROWD = 500 if ON_GPU else 30
+WORDS = list(range(11))
+"""All but the mask, which a model would write that is not told not to; to allow these alone is to ask for the sampler"""
 Answers = list[list[int]]
 
 
@@ -94,15 +96,14 @@ def write(llm: Any, count: int = ROWS, *, dial: str | None = None, **options: An
 
 def everything(llm: Any, *, plain: bool) -> dict[str, Any]:
     """What is to be the same with the plugin and without; masks are kept out of a model that would write them."""
-    words = [token for token in range(12) if token != 11]
     kinds: dict[str, Callable[[], Any]] = {
-        "one": lambda: write(llm, 1, allowed_token_ids=words),
-        "many": lambda: write(llm, 2 * ROWS, allowed_token_ids=words),
-        "penalties": lambda: write(llm, 4, repetition_penalty=1.3, presence_penalty=0.4, allowed_token_ids=words),
-        "short": lambda: write(llm, 4, min_tokens=3, stop_token_ids=[4], ignore_eos=False, allowed_token_ids=words),
-        "long": lambda: longest(llm, words),
-        "likelihoods": lambda: likelihoods(llm, words),
-        "seeded": lambda: write(llm, 4, temperature=0.0, seed=3, allowed_token_ids=words),
+        "one": lambda: write(llm, 1, allowed_token_ids=WORDS),
+        "many": lambda: write(llm, 2 * ROWS, allowed_token_ids=WORDS),
+        "penalties": lambda: write(llm, 4, repetition_penalty=1.3, presence_penalty=0.4, allowed_token_ids=WORDS),
+        "short": lambda: write(llm, 4, min_tokens=3, stop_token_ids=[4], ignore_eos=False, allowed_token_ids=WORDS),
+        "long": lambda: longest(llm),
+        "likelihoods": lambda: likelihoods(llm),
+        "seeded": lambda: write(llm, 4, temperature=0.0, seed=3, allowed_token_ids=WORDS),
     }
     if not plain:
         kinds["greedy"] = lambda: write(llm, 2 * ROWS)
@@ -117,16 +118,16 @@ def timed(kind: str, made: Callable[[], Any]) -> Any:
     return found
 
 
-def longest(llm: Any, words: list[int]) -> Answers:
+def longest(llm: Any) -> Answers:
     """Up to the end of the context."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, detokenize=False, allowed_token_ids=words)
+    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, detokenize=False, allowed_token_ids=WORDS)
     prompts = [{"prompt_token_ids": [1 + n, 2, 3] * 20} for n in range(3)]
     return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)]
 
 
-def likelihoods(llm: Any, words: list[int]) -> Any:
+def likelihoods(llm: Any) -> Any:
     from vllm import SamplingParams
 
     params = SamplingParams(
@@ -136,7 +137,7 @@ def likelihoods(llm: Any, words: list[int]) -> Any:
         detokenize=False,
         logprobs=1,
         prompt_logprobs=1,
-        allowed_token_ids=words,
+        allowed_token_ids=WORDS,
     )
     answers = llm.generate([{"prompt_token_ids": [3, 1, 4, 1, 5]}] * 2, params, use_tqdm=False)
     assert all(step[token].logprob <= 0 for each in answers for token, step in _written(each))
@@ -150,8 +151,7 @@ def _written(answer: Any) -> list[tuple[int, Any]]:
 def sampled(llm: Any) -> list[list[int]]:
     from vllm import SamplingParams
 
-    words = [token for token in range(12) if token != 11]
-    params = SamplingParams(temperature=0.7, max_tokens=4, ignore_eos=True, detokenize=False, allowed_token_ids=words)
+    params = SamplingParams(temperature=0.7, max_tokens=4, ignore_eos=True, detokenize=False, allowed_token_ids=WORDS)
     answers = llm.generate([{"prompt_token_ids": [3, 1, 4, 1, 5]}] * 150, params, use_tqdm=False)
     counted = Counter(tuple(each.outputs[0].token_ids[2:4]) for each in answers)
     return [[*text, count] for text, count in counted.items()]
@@ -224,6 +224,7 @@ def main(folder: str) -> dict[str, Any]:
         before, start = state(mars), metrics(mars)
         told[dial] = {"text": write(mars, ROWS, dial=dial), "before": before, "after": state(mars)}
         told[dial]["metrics"] = {name: count - start[name] for name, count in metrics(mars).items()}
+        told[dial]["sampler's text"] = write(mars, ROWS, dial=dial, allowed_token_ids=WORDS)
     mars.collective_rpc("mars_turn", args=("one-token",))
     before, start = state(mars), metrics(mars)
     told["turned"] = {"text": write(mars, ROWS), "before": before, "after": state(mars)}

@@ -54,6 +54,7 @@ def test_the_scheduler_counts_what_the_device_counts(told: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("dial", ["relaxed=0.1", "threshold=0.1"])
 def test_looser_dials_write_faster(told: dict[str, Any], dial: str) -> None:
+    assert told[dial]["text"] == told[dial]["sampler's text"]
     before, after = told[dial]["before"], told[dial]["after"]
     tokens, forwards = (after[name] - before[name] for name in ("tokens", "forwards"))
     assert tokens / forwards > before["tokens"] / before["forwards"]

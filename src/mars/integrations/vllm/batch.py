@@ -37,6 +37,8 @@ class Forward:
     """[places]: the probability of ``best``, where a dial asks for it"""
     counts: Tensor
     """``COUNTED``, added to"""
+    keep: Tensor | None = None
+    """[places], 1 where the next place's draft is kept though it is not ``best``; for greedy rows with lenient dials"""
 
 
 @dataclass(slots=True)
@@ -63,8 +65,12 @@ def advance(forward: Forward, *, mask: int, masks: int, width: int) -> Next:
     known = _first(fed == mask, lengths)
     ours = (known < lengths) & ~((fed < 0) & inside).any(dim=1)
     if forward.emitted is None or forward.sampled is None:
-        emitted = _first(inside & (fed != best), lengths) + 1
-        sampled = torch.where(columns < emitted[:, None], best, -1)
+        wrong = inside & (fed != best)
+        if forward.keep is not None:
+            wrong &= _take(forward.keep, starts[:, None] + columns, inside) != 1
+        emitted = _first(wrong, lengths) + 1
+        sampled = torch.where(columns < emitted[:, None] - 1, fed, best)
+        sampled = torch.where(columns < emitted[:, None], sampled, -1)
     else:
         emitted, sampled = forward.emitted.long(), forward.sampled.long()
     drafts = torch.where(ours & (emitted == known + 1), lengths - known, 0).clamp(max=masks)

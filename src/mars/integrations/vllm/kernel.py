@@ -21,6 +21,7 @@ def _advance(
     places,
     dials,
     sure,
+    keep,
     counts,
     mask,
     masks,
@@ -29,6 +30,7 @@ def _advance(
     GREEDY: tl.constexpr,
     DIALS: tl.constexpr,
     SURE: tl.constexpr,
+    KEEP: tl.constexpr,
 ):
     row = tl.program_id(0)
     start = tl.load(starts + row)
@@ -40,8 +42,11 @@ def _advance(
     known = tl.min(tl.where(inside & (mine == mask), columns, length), 0)
     ours = (known < length) & (tl.sum((inside & (mine < 0)).to(tl.int32), 0) == 0)
     if GREEDY:
-        written = tl.min(tl.where(inside & (mine != said), columns, length), 0) + 1
-        tokens = tl.where(columns < written, said, -1)
+        wrong = inside & (mine != said)
+        if KEEP:
+            wrong = wrong & (tl.load(keep + start + columns, mask=inside, other=0).to(tl.int32) == 0)
+        written = tl.min(tl.where(wrong, columns, length), 0) + 1
+        tokens = tl.where(columns < written - 1, mine, tl.where(columns < written, said, -1))
         tl.store(sampled + row * (WIDTH + 1) + columns, tokens.to(tl.int64), mask=columns <= WIDTH)
         tl.store(emitted + row, written)
         tl.store(rejected + row, length + 1 - written)
@@ -94,6 +99,7 @@ def advance(forward: Forward, *, mask: int, masks: int, width: int) -> Next:
         places,
         forward.dials,
         forward.sure,
+        forward.keep,
         forward.counts,
         mask,
         masks,
@@ -102,6 +108,7 @@ def advance(forward: Forward, *, mask: int, masks: int, width: int) -> Next:
         GREEDY=greedy,
         DIALS=forward.dials is not None,
         SURE=forward.sure is not None,
+        KEEP=forward.keep is not None,
         num_warps=1,
     )
     return Next(sampled, emitted, rejected, places)

@@ -157,7 +157,9 @@ class Speculator:
         greedy = Forward(tokens.int(), starts, tokens, slots, None, None, None, None, self._counts)
         exact = replace(greedy, emitted=emitted, sampled=sampled)
         loose = [replace(each, dials=dials) for each in (greedy, exact)]
-        for forward in (greedy, exact, *loose, replace(exact, dials=dials, sure=tokens.float())):
+        keep, sure = torch.zeros_like(tokens, dtype=torch.uint8), tokens.float()
+        loose += [replace(loose[0], keep=keep), replace(loose[0], keep=keep, sure=sure), replace(loose[1], sure=sure)]
+        for forward in (greedy, exact, *loose):
             self._advance(forward, mask=self.mask, masks=self.masks, width=self.width)
         self.forget()
 
@@ -181,9 +183,11 @@ class Speculator:
             counts=self._counts,
         )
         if lenient:
-            self._loosen(forward, logits, batch.expanded_idx_mapping, self.dials.thresholds[slots].any())
-        elif not any(each is not None for each in others) and self._needs_no_sampler(batch, slots):
+            self._judge(forward, logits, batch.expanded_idx_mapping, self.dials.thresholds[slots].any())
+        if not any(each is not None for each in others) and self._needs_no_sampler(batch, slots):
             return self._at_once(forward)
+        if lenient:
+            _make_certain(forward, logits)
         output = sampler(logits, batch, *others)
         forward.emitted, forward.sampled = output.num_sampled, output.sampled_token_ids
         self._forward = forward
@@ -205,19 +209,18 @@ class Speculator:
             num_rejected=after.rejected,
         )
 
-    def _loosen(self, forward: Forward, logits: Tensor, slots: Tensor, thresholds: bool) -> None:
-        """Make drafts certain that a dial accepts though the AR model would not have written them."""
+    def _judge(self, forward: Forward, logits: Tensor, slots: Tensor, thresholds: bool) -> None:
+        """Which drafts a dial keeps though the AR model would not have written them, and how sure the masks are."""
         assert forward.dials is not None
-        best = logits.gather(1, forward.best[:, None])
+        best = logits.gather(1, forward.best[:, None])[:, 0].float()
         if thresholds:
-            forward.sure = (best[:, 0].float() - logits.float().logsumexp(dim=-1)).exp()
-        drafts = forward.fed.long().roll(-1)
-        drafts[-1:].fill_(self.mask)
+            forward.sure = (best - logits.float().logsumexp(dim=-1)).exp()
+        drafts = _drafts(forward)
+        mine = logits.gather(1, drafts.clamp(min=0)[:, None])[:, 0].float()
         behind = slots.roll(-1) == slots
-        mine = logits.gather(1, drafts.clamp(min=0)[:, None])
-        least = best.float() + forward.dials[slots.long(), :1]
-        keep = (behind & (drafts != self.mask) & (drafts >= 0))[:, None] & (mine > -torch.inf) & (mine >= least)
-        logits.scatter_(1, drafts.clamp(min=0)[:, None], torch.where(keep, best + FORCED, mine))
+        behind[-1:].fill_(False)
+        allowed = (drafts >= 0) & (mine > -torch.inf) & (mine >= best + forward.dials[slots.long(), 0])
+        forward.keep = (behind & allowed).view(torch.uint8)
 
     def propose(self, input_batch: Any, *_: Any, dummy_run: bool = False, **__: Any) -> Tensor:
         """The places behind every row's newest token."""
@@ -241,6 +244,19 @@ class Speculator:
         """There is no model whose graphs could be taken."""
 
     capture = init_cudagraph_manager
+
+
+def _drafts(forward: Forward) -> Tensor:
+    """[places]: what is fed behind each, masks among them."""
+    return forward.fed.long().roll(-1)
+
+
+def _make_certain(forward: Forward, logits: Tensor) -> None:
+    """Have vLLM's sampler keep what is to be kept."""
+    assert forward.keep is not None
+    drafts, best = _drafts(forward).clamp(min=0)[:, None], logits.gather(1, forward.best[:, None])
+    logits.scatter_(1, drafts, torch.where(forward.keep[:, None].bool(), best + FORCED, logits.gather(1, drafts)))
+    forward.keep = None
 
 
 def _still_reading(batch: Any) -> Any:
