@@ -230,8 +230,8 @@ def profile(write: Writer, *asked: Any) -> dict[str, Any]:
         "steps": steps,
         "kernels_us_per_step": sum(each.self_device_time_total for each in kernels) / steps,
         "calls_per_step": calls,
-        "kernels_us": {each.key[:80]: each.self_device_time_total / steps for each in largest},
-        "host_us": {each.key[:80]: each.self_cpu_time_total / steps for each in host},
+        "kernels_us": {each.key: each.self_device_time_total / steps for each in largest},
+        "host_us": {each.key: each.self_cpu_time_total / steps for each in host},
     }
 
 

@@ -37,7 +37,7 @@ if not ON_GPU:
 ROWS = 6
 CROWD = 500 if ON_GPU else 30
 WORDS = list(range(11))
-"""All but the mask, which a model would write that is not told not to; to allow these alone is to ask for the sampler"""
+"""All but the mask, which the plain model would write; a request that allows these alone needs vLLM's sampler"""
 Answers = list[list[int]]
 
 
