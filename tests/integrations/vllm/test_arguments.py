@@ -114,3 +114,21 @@ def test_a_large_model_has_windows_for_fewer_rows(tmp_path: Path) -> None:
     assert _rows(asked, 3) == 46
     asked.tensor_parallel_size = 4
     assert 46 < _rows(asked, 3) < 256
+
+
+@pytest.mark.parametrize(("version", "runs"), [("0.25.1", False), ("0.26.0", True)])
+def test_older_versions_run_ahead_of_no_sliding_window(
+    version: str, runs: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import MistralConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    from mars.integrations.vllm.arguments import _runs_ahead
+
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: True)
+    monkeypatch.setattr("vllm.__version__", version)
+    MistralConfig(sliding_window=4096).save_pretrained(tmp_path)
+    assert _runs_ahead(EngineArgs(model=str(tmp_path))) is runs
+    assert not _runs_ahead(EngineArgs(model=str(tmp_path), async_scheduling=False))
+    assert _runs_ahead(EngineArgs(model=str(model)))

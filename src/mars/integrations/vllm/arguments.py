@@ -96,10 +96,22 @@ def translate(arguments: Any) -> None:
 def _runs_ahead(arguments: Any) -> bool:
     """Whether to take the asynchronous road."""
     from vllm import envs
+    from vllm.logger import init_logger
     from vllm.platforms import current_platform
 
     able = current_platform.is_cuda() and envs.VLLM_USE_V2_MODEL_RUNNER is not False
-    return able and arguments.async_scheduling is not False
+    if not able or arguments.async_scheduling is False:
+        return False
+    if early := _frees_too_early(arguments):
+        told = "mars schedules no step ahead for a model with sliding windows before vLLM 0.26: install a newer one"
+        init_logger("vllm.mars").warning(told)
+    return not early
+
+
+def _frees_too_early(arguments: Any) -> bool:
+    """Up to 0.25, vLLM gives back what has left a sliding window by a count with tokens that may yet be rejected."""
+    window = getattr(_text_config(arguments), "sliding_window", None)
+    return _version() < (0, 26) and bool(window) and not arguments.disable_sliding_window
 
 
 def _run_ahead(arguments: Any, masks: int, windows: dict[int, int]) -> None:
@@ -122,17 +134,22 @@ def _run_ahead(arguments: Any, masks: int, windows: dict[int, int]) -> None:
 
 def _rows(arguments: Any, masks: int) -> int:
     """How many rows can have windows while these cost little more than single tokens."""
-    config = AutoConfig.from_pretrained(
-        arguments.hf_config_path or arguments.model,
-        revision=arguments.revision,
-        trust_remote_code=arguments.trust_remote_code,
-    ).get_text_config()
+    config = _text_config(arguments)
     hidden = config.hidden_size
     inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None) or 4 * hidden
     experts = getattr(config, "num_experts_per_tok", None) or 1
     weights = config.num_hidden_layers * hidden * (4 * hidden + 3 * inner * experts) + hidden * config.vocab_size
     tokens = max(FREE_TOKENS, FREE_OPERATIONS * arguments.tensor_parallel_size / (2 * weights))
     return max(1, min(MOST_ROWS, int(tokens / (1 + 2 * masks))))
+
+
+def _text_config(arguments: Any) -> Any:
+    """Of the model, as its checkpoint has it."""
+    return AutoConfig.from_pretrained(
+        arguments.hf_config_path or arguments.model,
+        revision=arguments.revision,
+        trust_remote_code=arguments.trust_remote_code,
+    ).get_text_config()
 
 
 def _allow() -> None:
@@ -217,10 +234,15 @@ def _settings(arguments: Any) -> Settings:
 def _check_version() -> None:
     from vllm import __version__
 
-    try:
-        version = tuple(int(part) for part in __version__.split(".")[:2])
-    except ValueError:
-        version = OLDEST  # a build of somebody's own
-    if not OLDEST <= version <= NEWEST:
+    if not OLDEST <= _version() <= NEWEST:
         oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
         raise MarsError(f"MARS works with vLLM {oldest} to {newest}, and this is {__version__}: install one of these")
+
+
+def _version() -> tuple[int, ...]:
+    from vllm import __version__
+
+    try:
+        return tuple(int(part) for part in __version__.split(".")[:2])
+    except ValueError:
+        return OLDEST  # a build of somebody's own
