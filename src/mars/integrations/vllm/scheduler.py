@@ -102,6 +102,8 @@ class AsyncMarsScheduler(AsyncScheduler):
         request_id: str,
     ) -> Any:
         """``num_draft_tokens`` are places: count the drafts among them."""
+        if not self.log_stats:
+            return None
         dial = self._own.get(request_id, self.dial)
         drafts = min(self._drafts.get(request_id, 0), num_draft_tokens)  # a window may be cut at the context's end
         if dial.kind == "threshold" or drafts < num_accepted_tokens:
