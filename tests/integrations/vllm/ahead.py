@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-from mars.integrations.vllm import arguments
-
 ON_GPU = torch.cuda.is_available()
 os.environ |= {
     "VLLM_USE_V2_MODEL_RUNNER": "1",
@@ -53,6 +51,8 @@ def interpret() -> None:
 
     backends.backends["cpu"] = type("Backend", (), {"driver": Driver, "compiler": None})()
     from vllm.platforms.cpu import CpuPlatform
+
+    from mars.integrations.vllm import arguments
 
     check = CpuPlatform.check_and_update_config.__func__
 
@@ -207,9 +207,11 @@ def crowd(llm: Any, requests: int) -> dict[str, Any]:
 
 
 def main(folder: str) -> dict[str, Any]:
+    from mars.integrations.vllm import register
+
     if not ON_GPU:
         interpret()
-    arguments.install()
+    register()
     plain = engine(folder)
     told: dict[str, Any] = {
         "plain": everything(plain, plain=True),
