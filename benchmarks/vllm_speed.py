@@ -24,7 +24,8 @@ import tempfile
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection
@@ -198,8 +199,10 @@ def work_alone(variant: str, work: Work, told: Connection) -> None:
         mine = VARIANTS[variant](work)
         print(f"{variant}: loaded in {time.monotonic() - begun:.0f} s", flush=True)
         told.send(None)
-        while (asked := told.recv()) is not None:
-            told.send(profile(mine.write, *asked[1:]) if asked[0] == "profile" else timed(mine, *asked[1:]))
+        with suppress(EOFError):  # the line is closed in the end
+            while True:
+                what, *asked = told.recv()
+                told.send(profile(mine.write, *asked) if what == "profile" else timed(mine, *asked))
         mine.close()
     except BaseException:
         traceback.print_exc()
@@ -248,17 +251,24 @@ class Contender:
         return self.line.recv()
 
 
-def start(variants: Sequence[str], work: Work) -> list[Contender]:
+@contextmanager
+def started(variants: Sequence[str], work: Work) -> Iterator[list[Contender]]:
     """Those that could be loaded."""
     spawn = multiprocessing.get_context("spawn")
-    started = []
+    contenders = []
     for variant in variants:
         here, there = spawn.Pipe()
         process = spawn.Process(target=work_alone, args=(variant, work, there))
         process.start()
         there.close()
-        started.append(Contender(variant, process, here))
-    return [each for each in started if _is_loaded(each)]
+        contenders.append(Contender(variant, process, here))
+    try:
+        yield [each for each in contenders if _is_loaded(each)]
+    finally:
+        for each in contenders:
+            each.line.close()
+        for each in contenders:
+            each.process.join()
 
 
 def _is_loaded(contender: Contender) -> bool:
@@ -383,23 +393,19 @@ def main() -> None:
         work = Work(
             folder, length, max(sizes), args.dtype, args.eager, bool(args.shape), args.windows, memory, args.profile
         )
-        contenders = start(chosen.split(","), work)
-        for size in sizes:
-            if args.profile:
-                told = ([*asked, *asked][:size], size, [24] * size)
-                for each in contenders:
-                    each.ask("warm up", *told)
-                    about = {"variant": each.variant, "requests": size}
-                    found["profiles"].append(about | each.ask("profile", *told))
-            else:
-                count = max(size * args.rounds, LEAST)
-                these = (asked * (count // len(asked) + 1))[:count]
-                found["rows"] += measure(contenders, these, size, args.max_new_tokens, args.repeats)
-            args.out.write_text(json.dumps(found, indent=1) + "\n")
-        for each in contenders:
-            each.line.send(None)
-        for each in contenders:
-            each.process.join()
+        with started(chosen.split(","), work) as contenders:
+            for size in sizes:
+                if args.profile:
+                    told = ([*asked, *asked][:size], size, [24] * size)
+                    for each in contenders:
+                        each.ask("warm up", *told)
+                        about = {"variant": each.variant, "requests": size}
+                        found["profiles"].append(about | each.ask("profile", *told))
+                else:
+                    count = max(size * args.rounds, LEAST)
+                    these = (asked * (count // len(asked) + 1))[:count]
+                    found["rows"] += measure(contenders, these, size, args.max_new_tokens, args.repeats)
+                args.out.write_text(json.dumps(found, indent=1) + "\n")
     Console(width=140).print(table(found["rows"]) if found["rows"] else found["profiles"])
 
 

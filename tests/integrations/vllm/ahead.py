@@ -127,6 +127,17 @@ def longest(llm: Any) -> Answers:
     return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)]
 
 
+def known(llm: Any) -> list[int]:
+    """A prompt of which all is in the cache but its last token."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False, extra_args={"dial": "threshold=0.1"}
+    )
+    prompt = {"prompt_token_ids": [1 + n % 9 for n in range(33)]}
+    return list(llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids)
+
+
 def likelihoods(llm: Any) -> Any:
     from vllm import SamplingParams
 
@@ -235,6 +246,7 @@ def main(folder: str) -> dict[str, Any]:
     mars = engine(folder, {"windows": {"3": 1, "5": 0}}, block_size=32, num_gpu_blocks_override=10)
     told["windows"] = everything(mars, plain=False)
     told["windows metrics"], told["windows state"] = metrics(mars), state(mars)
+    told["known"] = [known(mars) for _ in range(2)]
     told["crowd"] = timed("crowd", lambda: crowd(mars, CROWD))
     mars.llm_engine.engine_core.shutdown()
     return told

@@ -62,6 +62,11 @@ def test_looser_dials_write_faster(told: dict[str, Any], dial: str) -> None:
     assert told[dial]["metrics"]["draft_tokens"] == pytest.approx(after["drafts"] - before["drafts"], rel=0.25)
 
 
+def test_a_prompt_that_is_known_brings_no_drafts(told: dict[str, Any]) -> None:
+    """vLLM would pad it to a window's length, and a lenient dial would keep the padding."""
+    assert told["known"][0] == told["known"][1]
+
+
 def test_a_turned_dial_is_heard_by_all(told: dict[str, Any]) -> None:
     """Where nobody wants drafts, rows feed one token as they do without the plugin."""
     before, after = told["turned"]["before"], told["turned"]["after"]

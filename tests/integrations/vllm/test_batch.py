@@ -145,15 +145,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from mars.integrations.vllm.kernel import _advance
 
-pointers = {"fed": "*i32", "starts": "*i32", "best": "*i64", "slots": "*i32", "sampled": "*i64", "emitted": "*i32"}
+pointers = {"fed": "*i32", "starts": "*i32", "best": "*i64", "slots": None, "sampled": "*i64", "emitted": "*i32"}
 pointers |= {"rejected": "*i32", "places": "*i64", "dials": "*fp32", "sure": "*fp32", "keep": "*u8", "counts": "*i64"}
-for greedy, dials, sure, keep in itertools.product([True, False], repeat=4):
+for slots, greedy, dials, sure, keep in itertools.product(["*i32", "*i64"], *[[True, False]] * 4):
     if (sure and not dials) or (keep and not (greedy and dials)):
         continue
     given = {"dials": dials, "sure": sure, "keep": keep}
     constants = {"WIDTH": 6, "BLOCK": 16, "GREEDY": greedy, "DIALS": dials, "SURE": sure, "KEEP": keep}
     constants |= {name: None for name, there in given.items() if not there}
-    signature = {name: kind for name, kind in pointers.items() if given.get(name, True)}
+    signature = {name: kind for name, kind in (pointers | {"slots": slots}).items() if given.get(name, True)}
     signature |= {"mask": "i32", "masks": "i32"} | dict.fromkeys(constants, "constexpr")
     source = ASTSource(_advance, signature, constants)
     assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["cubin"]

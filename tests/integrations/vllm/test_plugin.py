@@ -103,6 +103,17 @@ def test_penalties_and_stops(llm: Any, expected: dict[str, Any]) -> None:
     assert write(llm, 4, stop=["3", "return"], min_tokens=4) == expected["stop"]
 
 
+def test_a_prompt_that_is_known_brings_no_drafts(llm: Any) -> None:
+    """vLLM would pad it to a window's length, and a lenient dial would keep the padding."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=8, extra_args={"dial": "threshold=0.1"})
+    prompt = {"prompt_token_ids": list(range(500, 629))}
+    first, again = (llm.generate([prompt], params, use_tqdm=False)[0] for _ in range(2))
+    assert again.num_cached_tokens == 128
+    assert first.outputs[0].token_ids == again.outputs[0].token_ids
+
+
 def test_one_token_is_the_same_text_without_drafts(llm: Any, expected: dict[str, Any]) -> None:
     before = state(llm)
     assert write(llm, 4, "one-token") == expected["4"]

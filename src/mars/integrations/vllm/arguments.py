@@ -102,16 +102,21 @@ def _runs_ahead(arguments: Any) -> bool:
     able = current_platform.is_cuda() and envs.VLLM_USE_V2_MODEL_RUNNER is not False
     if not able or arguments.async_scheduling is False:
         return False
-    if early := _frees_too_early(arguments):
+    if _frees_too_early(arguments):
         told = "mars schedules no step ahead for a model with sliding windows before vLLM 0.26: install a newer one"
         init_logger("vllm.mars").warning(told)
-    return not early
+        arguments.async_scheduling = False
+        return False
+    return True
 
 
 def _frees_too_early(arguments: Any) -> bool:
     """Up to 0.25, vLLM gives back what has left a sliding window by a count with tokens that may yet be rejected."""
-    window = getattr(_text_config(arguments), "sliding_window", None)
-    return _version() < (0, 26) and bool(window) and not arguments.disable_sliding_window
+    if _version() >= (0, 26):
+        return False
+    config = _text_config(arguments)
+    slides = getattr(config, "sliding_window", None) and not arguments.disable_sliding_window
+    return bool(slides or getattr(config, "attention_chunk_size", None))
 
 
 def _run_ahead(arguments: Any, masks: int, windows: dict[int, int]) -> None:

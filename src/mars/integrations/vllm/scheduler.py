@@ -14,7 +14,18 @@ from mars.integrations.vllm.windows import masks_for
 from mars.method.dials import Dial
 
 
-class MarsScheduler(Scheduler):
+class Unpadded(Scheduler):
+    """A request of which one token is left to read is not padded to a window's length: a lenient dial would keep that.
+
+    vLLM does so unless the number of drafts may change, for which it has a table.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+
+
+class MarsScheduler(Unpadded):
     """Its speculation metrics are about drafts alone: their mean accepted length is the tokens per forward."""
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -30,7 +41,7 @@ PATIENCE = 8
 """Steps for which wider windows must have been right before they come"""
 
 
-class AsyncMarsScheduler(AsyncScheduler):
+class AsyncMarsScheduler(Unpadded, AsyncScheduler):
     """It sees no drafts, but knows how many there were: what a row emits says what its next window begins with."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -86,6 +97,7 @@ class AsyncMarsScheduler(AsyncScheduler):
             for request in scheduler_output.num_scheduled_tokens.keys() - windows.keys():
                 self._drafts.pop(request, None)
         self._next = scheduler_output.num_spec_tokens_to_schedule // 2
+        scheduler_output.num_invalid_spec_tokens = {}
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for known in (self._drafts, self._own):
             if len(known) > 2 * len(self.requests) + 64:
@@ -98,24 +110,19 @@ class AsyncMarsScheduler(AsyncScheduler):
         spec_decoding_stats: Any,
         num_draft_tokens: int,
         num_accepted_tokens: int,
-        num_invalid_spec_tokens: Any,  # noqa: ARG002 - grammars refuse masks, which are no drafts anyway
+        num_invalid_spec_tokens: dict[str, int],
         request_id: str,
     ) -> Any:
-        """``num_draft_tokens`` are places: count the drafts among them."""
-        if not self.log_stats:
-            return None
+        """``num_draft_tokens`` are places: count the drafts among them, and let vLLM know of the others."""
         dial = self._own.get(request_id, self.dial)
         drafts = min(self._drafts.get(request_id, 0), num_draft_tokens)  # a window may be cut at the context's end
         if dial.kind == "threshold" or drafts < num_accepted_tokens:
             drafts = num_accepted_tokens  # all that are fed are kept, or the dial was turned a moment ago
         kept = num_accepted_tokens == drafts < num_draft_tokens and dial.kind != "one-token"
         self._drafts[request_id] = min(self._next, num_draft_tokens - drafts) if kept else 0
+        num_invalid_spec_tokens[request_id] = num_draft_tokens - drafts
         return super().make_spec_decoding_stats(
-            spec_decoding_stats,
-            num_draft_tokens,
-            num_accepted_tokens,
-            {request_id: num_draft_tokens - drafts},
-            request_id,
+            spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id
         )
 
 

@@ -160,7 +160,9 @@ class Speculator:
         keep, sure = torch.zeros_like(tokens, dtype=torch.uint8), tokens.float()
         loose += [replace(loose[0], keep=keep), replace(loose[0], keep=keep, sure=sure), replace(loose[1], sure=sure)]
         for forward in (greedy, exact, *loose):
-            self._advance(forward, mask=self.mask, masks=self.masks, width=self.width)
+            for kind in (torch.int32, torch.int64):  # releases of vLLM differ
+                told = replace(forward, slots=slots.to(kind))
+                self._advance(told, mask=self.mask, masks=self.masks, width=self.width)
         self.forget()
 
     def sample(self, sampler: Method, logits: Tensor, batch: Any, *others: Any) -> Any:
