@@ -15,7 +15,7 @@ from mars.decoding.decoder import require_masks
 from mars.decoding.request import Generation, Request
 from mars.engine import Engine
 from mars.errors import MarsError
-from mars.method.dials import Dial
+from mars.method.acceptance import Dial
 from mars.method.sampling import Sampling
 from mars.method.windows import Shape
 from mars.models import Checkpoint, Settings, load_checkpoint

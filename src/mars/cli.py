@@ -339,7 +339,7 @@ def serve(
 
     With --engine vllm, vLLM's own options may follow behind --.
     """
-    from mars.method.dials import Dial
+    from mars.method.acceptance import Dial
 
     if engine == "vllm":
         known = ("model", "adapter", "dial", "host", "port", "rows", "memory", "api_key", "name", "engine")
@@ -404,7 +404,7 @@ def turn(
     key: Annotated[str | None, typer.Option("--key", envvar="MARS_ADMIN_KEY", help="The server's admin key.")] = None,
 ) -> None:
     """Show or turn the dial of a running server, or of several."""
-    from mars.method.dials import Dial
+    from mars.method.acceptance import Dial
     from mars.serving.remote import dials_of
 
     urls = url or [DEFAULT_URL]
@@ -469,7 +469,7 @@ def _load(model: str, adapter: str | None, dial: str | None, dtype: str | None =
     from transformers.utils import logging
 
     from mars.api import load
-    from mars.method.dials import Dial
+    from mars.method.acceptance import Dial
     from mars.models import builtin
 
     if dial is not None:

@@ -10,7 +10,7 @@ from mars import MarsError
 from mars.baselines import block_cache, draft_model, jacobi, sliding_window
 from mars.decoding.decoder import Decoder
 from mars.decoding.request import Generation, Request
-from mars.method.dials import Dial
+from mars.method.acceptance import Dial
 from mars.method.sampling import Sampling
 from mars.models import Checkpoint
 from tests.conftest import tiny_checkpoint

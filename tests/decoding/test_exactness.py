@@ -10,7 +10,7 @@ import torch
 from mars.decoding.attention import own_attention
 from mars.decoding.decoder import Decoder
 from mars.decoding.request import Generation, Request
-from mars.method.dials import Dial
+from mars.method.acceptance import Dial
 from mars.method.windows import Shape
 from mars.models import Checkpoint
 from tests.conftest import END, FAMILIES, MASK, tiny_checkpoint

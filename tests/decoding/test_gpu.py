@@ -13,7 +13,7 @@ import mars
 from mars import Sampling
 from mars.decoding.decoder import Decoder
 from mars.decoding.request import Request
-from mars.method.dials import Dial
+from mars.method.acceptance import Dial
 from mars.method.windows import Shape
 from mars.models import Checkpoint
 from tests.conftest import END, FAMILIES, tiny_checkpoint

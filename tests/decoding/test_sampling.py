@@ -14,7 +14,7 @@ from mars.decoding.decoder import Decoder
 from mars.decoding.request import Request
 from mars.method import dials
 from mars.method import sampling as sampling_module
-from mars.method.dials import Dial
+from mars.method.acceptance import Dial
 from mars.method.sampling import Sampling, SamplingBatch
 from mars.method.windows import Shape
 from mars.models import Checkpoint, Settings

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mars.decoding.request import Answer, Request
 from mars.decoding.text import Detokenizer, StopStrings
-from mars.method.dials import Dial
+from mars.method.acceptance import Dial
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 

@@ -23,7 +23,7 @@ from mars.decoding.request import Answer, Generation, Request
 from mars.engine import Engine, QueueFullError
 from mars.engine.cache import layer_shapes
 from mars.engine.layout import Layout
-from mars.method.dials import Dial
+from mars.method.acceptance import Dial
 from mars.method.windows import Shape
 from mars.models import Checkpoint
 from tests.conftest import END, FAMILIES, MASK, tiny_checkpoint

@@ -16,7 +16,7 @@ from mars.decoding.request import Request
 from mars.engine import Engine
 from mars.engine.graphs import GraphRunner
 from mars.engine.layout import Layout
-from mars.method.dials import Dial
+from mars.method.acceptance import Dial
 from mars.method.sampling import gumbel
 from mars.method.windows import Shape
 from mars.models import Checkpoint

@@ -16,8 +16,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from mars import MarsError, Sampling
-from mars.method.sampling import SamplingBatch, first_best, gumbel
+from mars import MarsError, SamplingParams
+from mars.method.sampling import SamplingTensors, argmax, gumbel
 
 VOCABULARY = 20
 
@@ -36,8 +36,8 @@ def logits_for(rows: int, positions: int = 3, seed: int = 0) -> torch.Tensor:
 )
 def test_scores_are_what_transformers_samples_by(seed, temperature, top_k, top_p, min_p) -> None:
     logits = logits_for(1, seed=seed)
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    mine = SamplingBatch.of([sampling], VOCABULARY).scores(logits)[0]
+    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    mine = SamplingTensors.of([sampling], VOCABULARY).scores(logits)[0]
     scores = TemperatureLogitsWarper(temperature)(None, logits[0])
     if top_k:
         scores = TopKLogitsWarper(top_k)(None, scores)
@@ -50,18 +50,18 @@ def test_scores_are_what_transformers_samples_by(seed, temperature, top_k, top_p
 
 def test_rows_keep_to_their_own_sampling() -> None:
     rows = [
-        Sampling(),
-        Sampling(temperature=0.7, top_k=3),
-        Sampling(temperature=2.0),
-        Sampling(temperature=1, top_p=0.4),
+        SamplingParams(),
+        SamplingParams(temperature=0.7, top_k=3),
+        SamplingParams(temperature=2.0),
+        SamplingParams(temperature=1, top_p=0.4),
     ]
     logits = logits_for(len(rows))
-    batch = SamplingBatch.of(rows, VOCABULARY)
+    batch = SamplingTensors.of(rows, VOCABULARY)
     together = batch.scores(logits)
     for index, row in enumerate(rows):
-        alone = SamplingBatch.of([row], VOCABULARY).scores(logits[index : index + 1])
+        alone = SamplingTensors.of([row], VOCABULARY).scores(logits[index : index + 1])
         assert torch.equal(together[index], alone[0])
-    assert torch.equal(batch.draw(together, torch.zeros(len(rows), 3).long())[0], logits[0].argmax(-1))
+    assert torch.equal(batch.sample(together, torch.zeros(len(rows), 3).long())[0], logits[0].argmax(-1))
     assert (together[1].isfinite().sum(-1) == 3).all()
 
 
@@ -69,23 +69,25 @@ def test_penalties() -> None:
     logits = logits_for(1, 1)
     seen, counts = torch.zeros(1, 1, VOCABULARY).bool(), torch.zeros(1, 1, VOCABULARY)
     seen[..., [3, 5]], counts[..., 5] = True, 2.0
-    batch = SamplingBatch.of([Sampling(repetition_penalty=1.3)], VOCABULARY)
+    batch = SamplingTensors.of([SamplingParams(repetition_penalty=1.3)], VOCABULARY)
     expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([[3, 5]]), logits[0].clone())
     torch.testing.assert_close(batch.adjust(logits, seen, counts)[0], expected)
-    batch = SamplingBatch.of([Sampling(presence_penalty=0.5, frequency_penalty=0.25)], VOCABULARY)
+    batch = SamplingTensors.of([SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)], VOCABULARY)
     change = (batch.adjust(logits, seen, counts) - logits)[0, 0]
     assert change.nonzero()[:, 0].tolist() == [5]
     assert change[5].item() == pytest.approx(-0.5 - 2 * 0.25)
 
 
 def test_bias_and_ban() -> None:
-    batch = SamplingBatch.of([Sampling(logit_bias={4: 100.0, 7: 200.0}), Sampling()], VOCABULARY, banned=7)
+    batch = SamplingTensors.of(
+        [SamplingParams(logit_bias={4: 100.0, 7: 200.0}), SamplingParams()], VOCABULARY, banned=7
+    )
     adjusted = batch.adjust(logits_for(2))
     assert (adjusted[0].argmax(-1) == 4).all()
     assert (adjusted[:, :, 7] == -math.inf).all()
     assert batch.scores(adjusted)[:, :, 7].max() == -math.inf
     with pytest.raises(MarsError, match="vocabulary has 20"):
-        SamplingBatch.of([Sampling(logit_bias={20: 1.0})], VOCABULARY)
+        SamplingTensors.of([SamplingParams(logit_bias={20: 1.0})], VOCABULARY)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,7 @@ def test_bias_and_ban() -> None:
 )
 def test_bad_sampling(bad: dict) -> None:
     with pytest.raises(MarsError, match=next(iter(bad))):
-        Sampling(**bad)
+        SamplingParams(**bad)
 
 
 def noise_as_numbers(seed: int, positions: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -134,14 +136,14 @@ def test_a_row_draws_the_same_in_any_batch() -> None:
 
 def test_a_draw_follows_the_scores() -> None:
     wanted = torch.tensor([0.1, 0.0, 0.6, 0.3])
-    batch = SamplingBatch.of([Sampling(temperature=1.0, seed=3)], 4)
-    drawn = batch.draw(wanted.log().expand(1, 100_000, -1), torch.arange(100_000)[None])[0]
+    batch = SamplingTensors.of([SamplingParams(temperature=1.0, seed=3)], 4)
+    drawn = batch.sample(wanted.log().expand(1, 100_000, -1), torch.arange(100_000)[None])[0]
     assert 1 not in drawn
     torch.testing.assert_close(torch.bincount(drawn, minlength=4) / 100_000, wanted, atol=0.006, rtol=0)
 
 
 @given(st.sampled_from([1, 3, 12, 64, 100, 192]), st.integers(0, 2**32))
-def test_the_first_best_is_the_argmax(vocabulary: int, seed: int) -> None:
+def test_the_argmax_is_the_argmax(vocabulary: int, seed: int) -> None:
     scores = torch.randint(-4, 4, (2, 3, vocabulary), generator=torch.Generator().manual_seed(seed)).float()
     expected = [[row.index(max(row)) for row in position] for position in scores.tolist()]
-    assert first_best(scores).tolist() == expected
+    assert argmax(scores).tolist() == expected

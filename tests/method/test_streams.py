@@ -9,16 +9,13 @@ from hypothesis import strategies as st
 
 from mars.method.streams import (
     IGNORED,
-    PADDING,
     Pack,
-    Sight,
-    dense_visibility,
     fixed_anchors,
     lay_out,
     next_tokens,
     random_anchors,
-    sees,
 )
+from mars.method.visibility import PADDING, sees, visibility_table
 
 MASK = 99
 
@@ -82,7 +79,7 @@ def test_visibility_is_the_description(pack: Pack, masks: int, groups: int, seed
     """Clean sees earlier clean of its document; a mask the clean text up to its anchor and its own group before it."""
     anchors = random_anchors(pack, groups, torch.Generator().manual_seed(seed))
     streams = lay_out(pack, anchors, masks, MASK)
-    visible = dense_visibility(streams.sight)[0]
+    visible = visibility_table(streams.visibility, streams.visibility)[0]
     length = pack.tokens.shape[1]
     documents = pack.documents[0].tolist()
 
@@ -105,8 +102,8 @@ def test_visibility_is_the_description(pack: Pack, masks: int, groups: int, seed
 @given(pack=packs(), masks=st.integers(1, 4), seed=st.integers(0, 99))
 def test_everybody_sees_something_and_nobody_sees_padding(pack: Pack, masks: int, seed: int) -> None:
     streams = lay_out(pack, random_anchors(pack, 3, torch.Generator().manual_seed(seed)), masks, MASK, 3 * masks + 2)
-    visible = dense_visibility(streams.sight)[0]
-    real = streams.sight.document[0] != PADDING
+    visible = visibility_table(streams.visibility, streams.visibility)[0]
+    real = streams.visibility.document[0] != PADDING
     assert visible.any(1).all()
     assert not visible[real][:, ~real].any()
 
@@ -116,7 +113,9 @@ def test_everybody_sees_something_and_nobody_sees_padding(pack: Pack, masks: int
 def test_a_mask_is_asked_what_its_place_is_asked(pack: Pack, masks: int, seed: int) -> None:
     streams = lay_out(pack, random_anchors(pack, 3, torch.Generator().manual_seed(seed)), masks, MASK)
     labels, length = next_tokens(pack)[0], pack.tokens.shape[1]
-    for label, place in zip(streams.labels[0, length:].tolist(), streams.sight.place[0, length:].tolist(), strict=True):
+    for label, place in zip(
+        streams.labels[0, length:].tolist(), streams.visibility.position[0, length:].tolist(), strict=True
+    ):
         assert label == IGNORED or label == labels[place]
 
 
@@ -149,7 +148,7 @@ def test_the_papers_layout() -> None:
     masked = slice(length, None)
     assert streams.tokens[0, masked].tolist() == [MASK] * answer  # the answer once more, all of it masked
     assert streams.positions[0, masked].tolist() == list(range(prompt, length))
-    visible = dense_visibility(streams.sight)[0]
+    visible = visibility_table(streams.visibility, streams.visibility)[0]
     for block in range(2):
         for place in range(block_size):
             row = visible[length + block * block_size + place].tolist()
@@ -173,9 +172,9 @@ def test_fixed_anchors_begin_anew_with_every_answer() -> None:
 def test_a_sliding_window_counts_positions_not_columns(window: int) -> None:
     pack = one_row([(2, False), (6, True)])
     streams = lay_out(pack, torch.tensor([[4]]), 2, MASK)
-    seen = dense_visibility(streams.sight, window)[0]
-    places = streams.sight.place[0]
-    everything = dense_visibility(streams.sight)[0]
+    seen = visibility_table(streams.visibility, streams.visibility, window)[0]
+    places = streams.visibility.position[0]
+    everything = visibility_table(streams.visibility, streams.visibility)[0]
     assert torch.equal(seen, everything & (places[:, None] - places[None, :] < window))
 
 
@@ -185,8 +184,6 @@ def test_the_rule_is_the_same_for_single_positions() -> None:
     streams = lay_out(pack, random_anchors(pack, 4, torch.Generator().manual_seed(0)), 3, MASK, width=14)
     size = streams.tokens.shape[1]
     row = torch.zeros((), dtype=torch.long)
-    pairs = [
-        [sees(streams.sight.at(row, torch.tensor(q)), streams.sight.at(row, torch.tensor(k))) for k in range(size)]
-        for q in range(size)
-    ]
-    assert torch.equal(torch.tensor(pairs), dense_visibility(Sight(*streams.sight))[0])
+    v = streams.visibility
+    pairs = [[sees(v.at(row, torch.tensor(q)), v.at(row, torch.tensor(k))) for k in range(size)] for q in range(size)]
+    assert torch.equal(torch.tensor(pairs), visibility_table(v, v)[0])

@@ -1,105 +1,148 @@
-"""Windows: who follows whom, where masks sit, and how rows of different size share a batch."""
+"""Windows: which tokens a sequence feeds, who sees whom, and where the logits of each part are."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mars import MarsError
-from mars.method.windows import NOWHERE, Shape, Window, lay_out, stack
+from mars.method.visibility import visibility_table
+from mars.method.windows import NO_GROUP, Window, WindowBatch, build_windows, parse_window
 
-tokens = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 MASK = 99
 
 
+@dataclass
+class State:
+    """A sequence before a forward, and its window spelled out."""
+
+    last: int
+    drafts: list[int]
+    emitted: bool
+    groups: int
+    block_size: int
+
+    @property
+    def points(self) -> list[int]:
+        """Acceptance points that get a group: all accepted is likeliest, then the earliest misses."""
+        likeliest = [len(self.drafts), *range(len(self.drafts))]
+        return sorted(likeliest[: 1 if self.emitted else self.groups])
+
+    def paths(self) -> list[list[int]]:
+        """For each token of the window, the tokens from the last one to itself: what it sees of the window."""
+        verified = [self.last, *self.drafts]
+        paths = [verified[: end + 1] for end in range(len(verified))]
+        for point in self.points:
+            paths += [[*verified[: point + 1], *[MASK] * (mask + 1)] for mask in range(self.block_size - 1)]
+        return paths
+
+
 @st.composite
-def windows(draw: st.DrawFn) -> Window:
-    claims = draw(st.lists(st.integers(0, 9), max_size=5))
-    points = draw(st.sets(st.integers(0, len(claims))))
-    return lay_out(draw(tokens), claims, mask=MASK, masks=draw(st.integers(0, 4)), points=points)
+def states(draw: st.DrawFn) -> State:
+    block_size = draw(st.integers(2, 5))
+    return State(
+        last=draw(st.integers(0, 9)),
+        drafts=draw(st.lists(st.integers(0, 9), max_size=block_size - 1)),
+        emitted=draw(st.booleans()),
+        groups=draw(st.sampled_from([1, 2, 3, block_size])),
+        block_size=block_size,
+    )
 
 
-def path(window: Window, index: int) -> list[int]:
-    """Oracle: what a position sees, by walking up its parents."""
-    return [] if index == NOWHERE else [*path(window, window.parents[index]), index]
+def build(batch: list[State], window: Window) -> WindowBatch:
+    return build_windows(
+        window,
+        MASK,
+        last=torch.tensor([each.last for each in batch]),
+        drafts=torch.tensor([(each.drafts + [0] * 4)[:4] for each in batch]),
+        draft_count=torch.tensor([len(each.drafts) for each in batch]),
+        emitted=torch.tensor([each.emitted for each in batch]),
+        groups=torch.tensor([each.groups for each in batch]),
+        masks=torch.tensor([each.block_size - 1 for each in batch]),
+    )
 
 
-@given(windows())
-def test_a_position_sees_exactly_its_path_and_stands_behind_it(window: Window) -> None:
-    visible, offsets = window.visibility(), window.offsets()
-    for index in range(len(window.tokens)):
-        assert visible[index].nonzero()[:, 0].tolist() == path(window, index)
-        assert offsets[index] == len(path(window, index)) - 1
+@settings(deadline=None, max_examples=300)
+@given(st.lists(states(), min_size=1, max_size=4))
+def test_a_batch_of_one_shape_holds_every_sequences_window(batch: list[State]) -> None:
+    """Every token sees exactly its path, at the positions of that path; what the shape has beyond is seen by none."""
+    window = Window()
+    for each in batch:
+        window |= Window.of(each.groups, each.block_size)
+    built = build(batch, window)
+    visible = visibility_table(built.visibility, built.visibility)
+    assert built.tokens.shape == (len(batch), window.width)
+    for row, state in enumerate(batch):
+        count = len(state.drafts)
+        columns = list(range(count + 1))
+        for point, start in enumerate(built.groups[row].tolist()):
+            assert (start == NO_GROUP) == (point not in state.points)
+            if start != NO_GROUP:
+                columns += range(start, start + int(built.mask_count[row]))
+        assert len(columns) == len(state.paths())
+        for column, path in zip(columns, state.paths(), strict=True):
+            seen = visible[row, column].nonzero()[:, 0].tolist()
+            assert built.tokens[row, seen].tolist() == path and seen[-1] == column
+            assert built.visibility.position[row, seen].tolist() == list(range(len(path)))
 
 
-@given(tokens, st.lists(st.integers(0, 9), max_size=5), st.integers(1, 4), st.data())
-def test_a_group_sees_the_sure_tokens_its_claims_and_itself(sure, claims, masks, data) -> None:
-    points = data.draw(st.sets(st.integers(0, len(claims)), min_size=1))
-    window = lay_out(sure, claims, mask=MASK, masks=masks, points=points)
-    assert {point for point, start in enumerate(window.groups) if start != NOWHERE} == points
-    for point in points:
-        for order in range(masks):
-            seen = [window.tokens[i] for i in path(window, window.groups[point] + order)]
-            assert seen == [*sure, *claims[:point], *[MASK] * (order + 1)]
-
-
-@given(windows())
-def test_anchor_and_trunk(window: Window) -> None:
-    assert window.tokens[window.anchor + 1 : window.trunk] == window.claims
-    assert set(window.tokens[window.trunk :]) <= {MASK}
+@given(st.lists(states(), min_size=1, max_size=4), st.data())
+def test_sequences_find_their_own_logits(batch: list[State], data) -> None:
+    """Logits that name their row among all windows come back where each sequence expects them."""
+    window = Window()
+    for each in batch:
+        window |= Window.of(each.groups, each.block_size)
+    built = build(batch, window)
+    logits = torch.arange(len(batch) * window.width)[:, None].expand(-1, 2)
+    accepted = [data.draw(st.integers(0, len(each.drafts))) for each in batch]
+    verified = built.verified_logits(logits)
+    masks, count = built.mask_logits(logits, torch.tensor(accepted))
+    for row, state in enumerate(batch):
+        start = row * window.width
+        drafts = len(state.drafts)
+        assert verified[row, : drafts + 1, 0].tolist() == list(range(start, start + drafts + 1))
+        exists = accepted[row] in state.points
+        assert count[row] == (state.block_size - 1) * exists
+        group = start + int(built.groups[row, accepted[row]])
+        assert masks[row, : count[row], 0].tolist() == list(range(group, group + int(count[row])))
 
 
 def test_a_chain_is_plain_causal_and_a_tree_is_not() -> None:
-    chain = lay_out([1, 2], [3, 4], mask=MASK, masks=3, points=Shape.parse("chain").points(2))
-    assert chain.is_chain
-    assert torch.equal(chain.visibility(), torch.ones(7, 7).tril().bool())
-    assert chain.offsets() == list(range(7))
-    assert not lay_out([1, 2], [3, 4], mask=MASK, masks=3, points={0, 2}).is_chain
+    chain = build([State(1, [2, 3], False, 1, 3)], Window.of(1, 3)).visibility
+    assert torch.equal(visibility_table(chain, chain)[0], torch.ones(5, 5).tril().bool())
+    assert chain.position.tolist() == [list(range(5))]
+    tree = build([State(1, [2, 3], False, 2, 3)], Window.of(2, 3)).visibility
+    assert not torch.equal(visibility_table(tree, tree)[0], torch.ones(7, 7).tril().bool())
 
 
 @pytest.mark.parametrize(
-    ("text", "claims", "points"),
-    [("chain", 3, (3,)), ("tree", 3, (0, 1, 2, 3)), ("tree=2", 3, (0, 3)), ("tree=9", 1, (0, 1)), ("tree", 0, (0,))],
+    ("text", "drafts", "points"),
+    [("chain", 3, [3]), ("tree", 3, [0, 1, 2, 3]), ("tree=2", 3, [0, 3]), ("tree=9", 1, [0, 1]), ("tree", 0, [0])],
 )
-def test_shapes(text: str, claims: int, points: tuple[int, ...]) -> None:
-    assert Shape.parse(text).points(claims) == points
-    assert str(Shape.parse(text)) == text
+def test_acceptance_points(text: str, drafts: int, points: list[int]) -> None:
+    state = State(0, [1] * drafts, False, parse_window(text, 4), 4)
+    found = build([state], Window.of(state.groups, 4)).groups[0]
+    assert (found != NO_GROUP).nonzero()[:, 0].tolist() == points
 
 
 @pytest.mark.parametrize("text", ["", "tree=", "tree=0", "tree=-1", "tree=x", "chain=2", "forest"])
-def test_bad_shapes(text: str) -> None:
+def test_bad_windows(text: str) -> None:
     with pytest.raises(MarsError, match="unknown window"):
-        Shape.parse(text)
+        parse_window(text, 4)
 
 
-def test_windows_that_make_no_sense() -> None:
-    with pytest.raises(ValueError, match="sure"):
-        lay_out([])
-    with pytest.raises(ValueError, match="do not fit"):
-        lay_out([1], [2], points={2})
+def test_names() -> None:
+    names = ("chain", "tree=2", "tree")
+    assert [str(Window.of(parse_window(name, 4), 4)) for name in names] == list(names)
+    assert str(Window()) == str(Window.of(1, 1)) == "one-token"
+    assert (Window.of(1, 4).width, Window.of(4, 4).width) == (7, 16)
 
 
-@given(st.lists(windows(), min_size=1, max_size=5))
-def test_stacked_rows_find_their_own_logits(rows: list[Window]) -> None:
-    """Logits that name (row, position in the window) come back where each row expects them."""
-    batch = stack(rows)
-    width = batch.tokens.shape[1]
-    logits = torch.full((len(rows), width, 2), -1.0)
-    for r, window in enumerate(rows):
-        pad = width - len(window.tokens)
-        assert batch.tokens[r, pad:].tolist() == list(window.tokens)
-        assert batch.offsets[r, pad:].tolist() == window.offsets()
-        for i in range(len(window.tokens)):
-            logits[r, pad + i] = torch.tensor([r, i])
-    tail = logits[:, width - batch.tail :]
-    trunk = batch.trunk_logits(tail)
-    for r, window in enumerate(rows):
-        for j in range(len(window.claims) + 1):
-            assert trunk[r, j].tolist() == [r, window.anchor + j]
-            masks, count = batch.mask_logits(tail, torch.tensor([min(j, len(w.claims)) for w in rows]))
-            start = window.groups[j]
-            assert count[r] == (0 if start == NOWHERE else window.masks)
-            for o in range(int(count[r])):
-                assert masks[r, o].tolist() == [r, start + o]
+def test_a_smaller_window_drops_drafts() -> None:
+    built = build([State(3, [1, 2, 3], False, 1, 4)], Window())
+    assert built.tokens.tolist() == [[3]]
+    assert built.draft_count.tolist() == [0] and built.groups.tolist() == [[NO_GROUP]]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mars.method.dials import Dial
+from mars.method.acceptance import Dial
 from mars.serving.governor import TICK, Governor, Load, Target, ladder
 
 TRACE = Path(__file__).parent / "arrivals.json"

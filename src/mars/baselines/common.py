@@ -8,7 +8,7 @@ from torch import Tensor
 from mars.decoding.decoder import check_request
 from mars.decoding.request import Answer, Request
 from mars.errors import MarsError
-from mars.method.dials import Dial, DialBatch, confidence, leading
+from mars.method.acceptance import Dial, DialBatch, confidence, leading
 from mars.method.sampling import Sampling
 from mars.models.checkpoint import Checkpoint
 

@@ -17,7 +17,7 @@ from mars.decoding.decoder import require_masks
 from mars.decoding.forward import forward
 from mars.decoding.request import Generation, Request
 from mars.errors import MarsError
-from mars.method.dials import Dial
+from mars.method.acceptance import Dial
 from mars.method.windows import lay_out
 from mars.models.checkpoint import Checkpoint
 

@@ -18,7 +18,7 @@ from mars.decoding.forward import forward
 from mars.decoding.grammar import Guide, lexicon_of, unpack
 from mars.decoding.request import Answer, Generation, Request
 from mars.errors import MarsError
-from mars.method.dials import TOP, Decision, Dial, DialBatch, decide, likelihoods, tally
+from mars.method.acceptance import TOP, Decision, Dial, DialBatch, decide, likelihoods, tally
 from mars.method.sampling import Sampling, SamplingBatch, token_bias
 from mars.method.tensors import send
 from mars.method.windows import Shape, Window, WindowBatch, lay_out

@@ -12,7 +12,7 @@ from typing import Literal
 from transformers import PreTrainedTokenizerBase
 
 from mars.decoding.text import Detokenizer, StopStrings, decode
-from mars.method.dials import TOP, Dial
+from mars.method.acceptance import TOP, Dial
 from mars.method.sampling import Sampling
 from mars.method.windows import Shape
 

@@ -8,7 +8,7 @@ from mars.engine.choice import Cost
 from mars.engine.layout import Layout
 from mars.engine.runner import Batch, Runner, Terms
 from mars.engine.state import NOBODY, Place, State
-from mars.method.dials import Dial
+from mars.method.acceptance import Dial
 from mars.method.sampling import Sampling
 from mars.method.windows import Shape
 

@@ -29,7 +29,7 @@ from mars.engine.rows import Row
 from mars.engine.runner import Batch, Chunk, Result, Runner, Terms
 from mars.engine.state import Place, State
 from mars.errors import MarsError
-from mars.method.dials import Dial, DialFeatures
+from mars.method.acceptance import Dial, DialFeatures
 from mars.method.sampling import token_bias
 from mars.method.windows import Shape
 from mars.models.checkpoint import Checkpoint

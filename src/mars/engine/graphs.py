@@ -20,7 +20,7 @@ from mars.engine.compiled import Compiled, compiled
 from mars.engine.layout import FixedWindows, Layout
 from mars.engine.runner import Batch, Chunk, Result, Runner, Terms, pieces
 from mars.engine.state import NOBODY, Place, State
-from mars.method.dials import Dial, DialFeatures
+from mars.method.acceptance import Dial, DialFeatures
 from mars.method.sampling import Features, Sampling
 from mars.method.windows import Shape
 from mars.models.checkpoint import Checkpoint

@@ -10,7 +10,7 @@ from mars.decoding.request import Answer, Request
 from mars.engine.layout import Layout
 from mars.engine.pages import START
 from mars.engine.runner import Terms
-from mars.method.dials import TOP
+from mars.method.acceptance import TOP
 from mars.method.sampling import Sampling
 from mars.method.windows import Shape
 

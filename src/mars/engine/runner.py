@@ -14,7 +14,7 @@ from mars.engine.attention import PagedWindows
 from mars.engine.cache import PagedCache
 from mars.engine.layout import FixedWindows, Layout, lay_out
 from mars.engine.state import State
-from mars.method.dials import Dial, DialBatch, DialFeatures, decide, likelihoods
+from mars.method.acceptance import Dial, DialBatch, DialFeatures, decide, likelihoods
 from mars.method.sampling import Features, Sampling, SamplingBatch, mark, token_bias
 from mars.method.tensors import send
 from mars.models.checkpoint import Checkpoint

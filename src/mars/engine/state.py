@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mars.decoding.grammar import BITS, unpack
 from mars.engine.layout import Pending
-from mars.method.dials import Decision, tally
+from mars.method.acceptance import Decision, tally
 from mars.method.tensors import send
 
 NOBODY = 0

@@ -23,7 +23,7 @@ from mars.decoding.attention import own_attention
 from mars.decoding.request import Request
 from mars.errors import MarsError
 from mars.evaluation.writing import cut, encode, write
-from mars.method.dials import Dial
+from mars.method.acceptance import Dial
 from mars.method.sampling import Sampling
 from mars.method.windows import Shape
 from mars.models.builtin import NAME as DEFAULT_MODEL

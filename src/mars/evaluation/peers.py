@@ -18,7 +18,7 @@ from mars.decoding.request import Generation, Request
 from mars.errors import MarsError
 from mars.evaluation.speed import Contender, Decode, Round
 from mars.evaluation.vllm import import_vllm, load_vllm
-from mars.method.dials import Dial
+from mars.method.acceptance import Dial
 from mars.models import Checkpoint
 
 KNOWN = "transformers, vllm, block-cache=16 (any block size) or sliding-window"

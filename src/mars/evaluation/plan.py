@@ -12,7 +12,7 @@ from rich.console import Console
 from mars.errors import MarsError
 from mars.evaluation.peers import check_peer
 from mars.evaluation.vllm import import_vllm
-from mars.method.dials import Dial
+from mars.method.acceptance import Dial
 from mars.method.windows import Shape
 from mars.models import Checkpoint
 from mars.models.loading import is_put_together

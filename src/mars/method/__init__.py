@@ -1,4 +1,1 @@
-"""The method itself: what a forward is fed, what is emitted from its logits, how a token is drawn.
-
-Pure functions of values and tensors; no model, no cache, no state.
-"""
+"""The method as pure functions of values and tensors: layouts, visibility, dials, sampling."""

@@ -1,12 +1,11 @@
-"""From logits to a token: penalties, temperature, truncation, and a draw that needs no generator.
+"""From logits to a token: bias, penalties, temperature, truncation, and sampling without a generator.
 
-Two things matter for a position. *Beliefs* are what the model says: its logits after penalties and bias. *Scores* are
-what a token is drawn by: beliefs after temperature and truncation. A draw adds noise to the scores and takes the best
-(the Gumbel trick); greedy is a draw without noise.
+*Adjusted logits* are the model's logits after bias and penalties. *Scores* are adjusted logits after temperature and
+truncation. A token is sampled as the argmax of the scores plus Gumbel noise; greedy decoding adds none.
 
-The noise is a function of (seed, position, token) alone. So a request draws the same tokens whatever else is in its
-batch and however many of them a forward emits; and a guess, drawn for a position with the noise that the AR model will
-draw with there, is right as often as the two distributions allow.
+The noise is a function of (seed, position, token) alone. So a request samples the same tokens whatever else is in its
+batch and however many of them a forward emits. A draft is sampled with the noise that the AR model will use at its
+position, which makes them equal as often as the two distributions allow.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import math
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,8 +27,8 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """How a request draws its tokens; the default is greedy."""
+class SamplingParams:
+    """How a request samples its tokens; the default is greedy."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -40,7 +40,7 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     min_position: int = 0
-    """Of the text: no end token is drawn before it"""
+    """No end token is sampled before this position of the text"""
 
     def __post_init__(self) -> None:
         _require(0 <= self.temperature < math.inf, "temperature must be 0 (greedy) or more", self.temperature)
@@ -66,15 +66,17 @@ class Sampling:
     def penalises(self) -> bool:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
-    def numbers(self, vocabulary: int) -> list[float]:
-        """The row as numbers for `SamplingBatch`; the seed in two halves, which a float64 holds."""
-        seed = (self.seeded().seed or 0) & (2**63 - 1)
-        limits = (self.temperature, min(self.top_k or vocabulary, vocabulary), self.top_p, self.min_p)
-        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        return [*limits, *penalties, seed >> 32, seed & (2**32 - 1), self.min_position]
+    def floats(self) -> list[float]:
+        """The values of `SamplingTensors.FLOATS`."""
+        return [getattr(self, name) for name in SamplingTensors.FLOATS]
 
-    def seeded(self) -> Sampling:
-        """The same with a seed; a fresh one if none was given."""
+    def integers(self, vocabulary: int) -> list[int]:
+        """The values of `SamplingTensors.INTEGERS`."""
+        seed = (self.seeded().seed or 0) & (2**63 - 1)
+        return [min(self.top_k or vocabulary, vocabulary), seed, self.min_position]
+
+    def seeded(self) -> SamplingParams:
+        """The same with a seed; a random one if none was given."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(63))
 
 
@@ -85,119 +87,127 @@ def _require(condition: bool, rule: str, value: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What the rows of a batch make necessary; the rest is left out of the computation."""
+    """What the requests of a batch need computed; the rest is left out."""
 
     greedy: bool = True
     truncates: bool = False
     penalises: bool = False
     biases: bool = False
-    delays: bool = False
-    """Does some row keep from ending?"""
-    likelihoods: bool = False
-    """Does some row want to know how likely its tokens were?"""
-    restricts: bool = False
-    """Does some row follow a grammar?"""
+    min_tokens: bool = False
+    logprobs: bool = False
+    grammar: bool = False
 
     @classmethod
-    def of(cls, rows: Sequence[Sampling]) -> Features:
+    def of(cls, params: Sequence[SamplingParams]) -> Features:
         return cls(
-            greedy=all(row.greedy for row in rows),
-            truncates=any(row.truncates for row in rows),
-            penalises=any(row.penalises for row in rows),
-            biases=any(row.logit_bias for row in rows),
-            delays=any(row.min_position for row in rows),
+            greedy=all(each.greedy for each in params),
+            truncates=any(each.truncates for each in params),
+            penalises=any(each.penalises for each in params),
+            biases=any(each.logit_bias for each in params),
+            min_tokens=any(each.min_position for each in params),
         )
 
 
-class SamplingBatch:
-    """The sampling of several rows as tensors, each with one entry per row."""
+@dataclass(frozen=True, slots=True)
+class SamplingTensors:
+    """The sampling parameters of several sequences; each tensor has one entry per sequence."""
 
-    NUMBERS = 10
+    temperature: Tensor
+    top_k: Tensor
+    """The size of the vocabulary: off"""
+    top_p: Tensor
+    min_p: Tensor
+    repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    seed: Tensor
+    min_position: Tensor
+    bias: Tensor
+    """(sequences or 1, vocabulary): added to logits"""
+    features: Features
+    ends: Tensor | None = None
+    """(vocabulary,): is it an end token?"""
 
-    def __init__(self, numbers: Tensor, bias: Tensor, features: Features, ends: Tensor | None = None) -> None:
-        """``numbers`` (rows, NUMBERS) are `Sampling.numbers`, ``bias`` (rows or 1, vocabulary) is added to logits,
-        ``ends`` (vocabulary) marks the end tokens."""
-        temperature, top_k, self.top_p, self.min_p, *penalties, high, low, self.min_position = numbers.unbind(1)
-        self.features = features
-        self.bias = bias
-        self.ends = ends
-        self.top_k = top_k
-        self.repetition, self.presence, self.frequency = (each.float() for each in penalties)
-        self.is_greedy = temperature == 0
-        self.temperature = torch.where(self.is_greedy, 1.0, temperature).float()
-        self.is_truncating = ~self.is_greedy & ((top_k < bias.shape[1]) | (self.top_p < 1) | (self.min_p > 0))
-        self.seeds = (high.long() << 32) + low.long()
+    FLOATS: ClassVar = (
+        *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    )
+    INTEGERS: ClassVar = ("top_k", "seed", "min_position")
 
     @classmethod
     def of(
         cls,
-        rows: Sequence[Sampling],
+        params: Sequence[SamplingParams],
         vocabulary: int,
         banned: int | None = None,
         device: torch.device | str = "cpu",
         ends: Collection[int] = (),
-    ) -> SamplingBatch:
-        """``banned`` is a token never drawn, ``ends`` are those that end a text."""
-        numbers = torch.tensor([row.numbers(vocabulary) for row in rows], dtype=torch.float64).view(-1, cls.NUMBERS)
-        bias, features = send(token_bias(rows, vocabulary, banned), device), Features.of(rows)
-        return cls(send(numbers, device), bias, features, send(mark(ends, vocabulary), device))
+    ) -> SamplingTensors:
+        """``banned`` is a token never sampled, ``ends`` are those that end a text."""
+        floats = torch.tensor([each.floats() for each in params], dtype=torch.float64).view(-1, len(cls.FLOATS))
+        integers = torch.tensor([each.integers(vocabulary) for each in params]).view(-1, len(cls.INTEGERS))
+        named = dict(zip(cls.FLOATS, send(floats, device).unbind(1), strict=True))
+        named |= dict(zip(cls.INTEGERS, send(integers, device).unbind(1), strict=True))
+        bias = send(bias_tensor(params, vocabulary, banned), device)
+        return cls(**named, bias=bias, features=Features.of(params), ends=send(token_mask(ends, vocabulary), device))
 
     def adjust(self, logits: Tensor, seen: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
-        """Logits (rows, positions, vocabulary) after bias, ban and penalties, as float32.
+        """Logits (sequences, positions, vocabulary) after bias and penalties, as float32.
 
-        ``seen`` marks tokens of the prompt and the answer, ``counts`` counts those of the answer; both are
-        (rows, positions or 1, vocabulary).
+        ``seen`` marks tokens of the prompt and the generated text, ``counts`` counts the generated ones; both are
+        (sequences, positions or 1, vocabulary).
         """
         logits = logits.float() + self.bias[:, None]
         if seen is not None and counts is not None:
-            repetition = self.repetition[:, None, None]
-            punished = torch.where(logits > 0, logits / repetition, logits * repetition)
-            logits = torch.where(seen, punished, logits)
-            logits = logits - self.frequency[:, None, None] * counts - self.presence[:, None, None] * (counts > 0)
+            penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+            repetition, presence, frequency = (each.float()[:, None, None] for each in penalties)
+            penalised = torch.where(logits > 0, logits / repetition, logits * repetition)
+            logits = torch.where(seen, penalised, logits) - frequency * counts - presence * (counts > 0)
         return logits
 
-    def hold(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """Logits without end tokens, where the token at its position (rows, positions) must not be one."""
-        if not self.features.delays or self.ends is None:
+    def ban_early_end(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """Logits without end tokens at those ``positions`` (sequences, positions) where the text must not end yet."""
+        if not self.features.min_tokens or self.ends is None:
             return logits
         early = positions < self.min_position[:, None]
         return torch.where(early[:, :, None] & self.ends, -torch.inf, logits)
 
     def scores(self, logits: Tensor) -> Tensor:
-        """What tokens are drawn by: adjusted logits after temperature and truncation (rows, positions, vocabulary)."""
+        """Adjusted logits (sequences, positions, vocabulary) after temperature and truncation."""
         if self.features.greedy:
             return logits
-        scores = logits / self.temperature[:, None, None]
+        greedy = self.temperature == 0
+        scores = logits / torch.where(greedy, 1.0, self.temperature).float()[:, None, None]
         if self.features.truncates:
-            cut = truncate(scores, self.top_k, self.top_p, self.min_p)
-            scores = torch.where(self.is_truncating[:, None, None], cut, scores)
+            truncating = ~greedy & ((self.top_k < logits.shape[2]) | (self.top_p < 1) | (self.min_p > 0))
+            truncated = truncate(scores, self.top_k, self.top_p, self.min_p)
+            scores = torch.where(truncating[:, None, None], truncated, scores)
         return scores
 
-    def draw(self, scores: Tensor, positions: Tensor) -> Tensor:
-        """Tokens (rows, positions); ``positions`` (rows, positions) say where in the text they stand."""
+    def sample(self, scores: Tensor, positions: Tensor) -> Tensor:
+        """Tokens (sequences, positions); ``positions`` (sequences, positions) say where in the text they stand."""
         if not self.features.greedy:
-            noise = gumbel(self.seeds, positions, scores.shape[2])
-            scores = torch.where(self.is_greedy[:, None, None], scores, scores + noise)
-        return first_best(scores)
+            noise = gumbel(self.seed, positions, scores.shape[2])
+            scores = torch.where((self.temperature == 0)[:, None, None], scores, scores + noise)
+        return argmax(scores)
 
 
-def first_best(scores: Tensor) -> Tensor:
-    """The first of the best tokens (rows, positions): of equal scores, common in bfloat16, always the same one.
+def argmax(scores: Tensor) -> Tensor:
+    """The first of the tokens with the highest score: equal scores are common in bfloat16.
 
-    The best of each of 64 stretches, then the best of those: a GPU goes through the stretches at the same time.
+    The argmax of 64 parts of the vocabulary, then of those: a GPU computes the parts in parallel.
     """
     parts = scores.unflatten(2, (math.gcd(scores.shape[2], 64), -1))
-    values, places = parts.max(3)
-    stretch = values.argmax(2, keepdim=True)
-    return (stretch * parts.shape[3] + places.gather(2, stretch))[:, :, 0]
+    values, tokens = parts.max(3)
+    part = values.argmax(2, keepdim=True)
+    return (part * parts.shape[3] + tokens.gather(2, part))[:, :, 0]
 
 
-def token_bias(rows: Sequence[Sampling], vocabulary: int, banned: int | None) -> Tensor:
-    """What is added to the logits (rows, vocabulary), or (1, vocabulary) where it is the same for all rows."""
-    biased = any(row.logit_bias for row in rows)
-    bias = torch.zeros(len(rows) if biased else 1, vocabulary)
-    for index, row in enumerate(rows):
-        for token, value in row.logit_bias.items():
+def bias_tensor(params: Sequence[SamplingParams], vocabulary: int, banned: int | None) -> Tensor:
+    """What is added to logits: (sequences, vocabulary), or (1, vocabulary) where nobody has a logit bias."""
+    biased = any(each.logit_bias for each in params)
+    bias = torch.zeros(len(params) if biased else 1, vocabulary)
+    for index, each in enumerate(params):
+        for token, value in each.logit_bias.items():
             if not 0 <= token < vocabulary:
                 raise MarsError(f"logit_bias names token {token}, but the vocabulary has {vocabulary} tokens")
             bias[index, token] = value
@@ -206,16 +216,16 @@ def token_bias(rows: Sequence[Sampling], vocabulary: int, banned: int | None) ->
     return bias
 
 
-def mark(tokens: Collection[int], vocabulary: int) -> Tensor:
+def token_mask(tokens: Collection[int], vocabulary: int) -> Tensor:
     """(vocabulary,): is it one of these?"""
-    marks = torch.zeros(vocabulary, dtype=torch.bool)
-    marks[[token for token in tokens if token < vocabulary]] = True
-    return marks
+    mask = torch.zeros(vocabulary, dtype=torch.bool)
+    mask[[token for token in tokens if token < vocabulary]] = True
+    return mask
 
 
 def truncate(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Keep the ``top_k`` best, of those the fewest that hold ``top_p`` of the mass, of those the ones with at least
-    ``min_p`` times the best one's probability; the limits have one entry per row."""
+    """Keep the ``top_k`` highest, of those the fewest that hold ``top_p`` of the mass, of those the ones with at least
+    ``min_p`` times the top probability; the limits have one entry per sequence."""
     ranked, order = scores.sort(dim=2, descending=True, stable=True)
     ranks = torch.arange(ranked.shape[2], device=ranked.device)
     mass = torch.where(ranks < top_k[:, None, None], ranked, -torch.inf).softmax(2)
@@ -226,11 +236,11 @@ def truncate(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
-    """Gumbel noise (rows, n, vocabulary) for ``seeds`` (rows,) and ``positions`` (rows, n)."""
+    """Gumbel noise (sequences, n, vocabulary) for ``seeds`` (sequences,) and ``positions`` (sequences, n)."""
     state = _scramble(seeds[:, None] + _scramble(positions))
-    numbers = torch.arange(vocabulary, device=seeds.device) ^ 0  # as it is, a compiler would fold what must wrap
+    numbers = torch.arange(vocabulary, device=seeds.device) ^ 0  # else the compiler folds arithmetic that must wrap
     tokens = numbers * _signed(GOLDEN)
-    bits = _scramble(state[:, :, None] + tokens) >> 41 & (2**23 - 1)  # as many as a float32 holds with a half behind
+    bits = _scramble(state[:, :, None] + tokens) >> 41 & (2**23 - 1)  # so many and a half are exact in float32
     return -(-((bits.float() + 0.5) / 2**23).log()).log()
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from mars.errors import MarsError
-from mars.method.dials import Dial
+from mars.method.acceptance import Dial
 
 KEY = "mars"
 SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "min_p", "typical_p")

@@ -23,7 +23,7 @@ from mars.decoding.decoder import require_masks
 from mars.decoding.grammar import lexicon_of
 from mars.decoding.request import Request as EngineRequest
 from mars.errors import MarsError
-from mars.method.dials import Dial
+from mars.method.acceptance import Dial
 from mars.models.prompts import encode, encode_chat
 from mars.serving import errors, logs, replies
 from mars.serving.backend import Backend, EngineGoneError, Ticket

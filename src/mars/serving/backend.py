@@ -18,7 +18,7 @@ from mars.decoding.decoder import check_request
 from mars.decoding.request import Answer, Request
 from mars.engine import QueueFullError
 from mars.errors import MarsError
-from mars.method.dials import Dial
+from mars.method.acceptance import Dial
 from mars.serving import worker
 from mars.serving.messages import (
     Ask,

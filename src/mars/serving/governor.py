@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mars.method.dials import Dial
+from mars.method.acceptance import Dial
 from mars.serving.backend import Backend
 from mars.serving.messages import FromEngine, News
 

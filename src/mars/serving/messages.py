@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from mars.decoding.request import FinishReason, Likelihood, Request
-from mars.method.dials import Dial
+from mars.method.acceptance import Dial
 from mars.models.settings import Settings
 
 # --- to the engine

@@ -17,7 +17,7 @@ from rich.console import Console
 from uvicorn.loops.auto import auto_loop_factory
 
 from mars.errors import MarsError
-from mars.method.dials import Dial
+from mars.method.acceptance import Dial
 from mars.models import builtin
 from mars.serving import logs
 from mars.serving.app import Rules, Service, create_app

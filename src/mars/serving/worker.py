@@ -14,7 +14,7 @@ from mars.decoding.grammar import lexicon_of
 from mars.decoding.request import Answer
 from mars.engine import Engine
 from mars.errors import MarsError
-from mars.method.dials import Dial
+from mars.method.acceptance import Dial
 from mars.models import load_checkpoint
 from mars.serving.messages import Ask, Drop, Failed, FromServer, Gauges, News, Ready, Refused, Turn, WarmingUp, Written
 

@@ -10,7 +10,7 @@ from typing import Any
 from mars.decoding.request import Answer, Request
 from mars.engine import Engine, memory_for
 from mars.errors import MarsError
-from mars.method.dials import Dial
+from mars.method.acceptance import Dial
 from mars.method.sampling import Sampling
 from mars.models import Checkpoint
 

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig
 
 from mars.errors import MarsError
-from mars.method.dials import Dial
+from mars.method.acceptance import Dial
 from mars.models.settings import Settings
 
 METHOD = "mars"

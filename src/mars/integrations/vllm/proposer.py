@@ -13,7 +13,7 @@ import torch
 from mars.errors import MarsError
 from mars.integrations.vllm.arguments import METHOD, parse_dial
 from mars.integrations.vllm.windows import drafts_in, masks_for, next_window
-from mars.method.dials import Dial
+from mars.method.acceptance import Dial
 
 NEEDED = ("_sample", "propose_draft_token_ids", "_input_fits_in_drafter")
 FORCED = 1e4

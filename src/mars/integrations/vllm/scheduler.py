@@ -11,7 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from mars.integrations.vllm.arguments import METHOD, parse_dial
 from mars.integrations.vllm.windows import masks_for
-from mars.method.dials import Dial
+from mars.method.acceptance import Dial
 
 
 class Unpadded(Scheduler):

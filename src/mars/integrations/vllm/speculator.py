@@ -21,7 +21,7 @@ from mars.integrations.vllm.arguments import METHOD, parse_dial
 from mars.integrations.vllm.batch import COUNTED, Forward, advance
 from mars.integrations.vllm.graphs import also_for_other_lengths
 from mars.integrations.vllm.proposer import FORCED, Counts, log_least, without_mask
-from mars.method.dials import Dial
+from mars.method.acceptance import Dial
 
 Method = Callable[..., Any]
 

@@ -10,7 +10,7 @@ from vllm import envs
 from mars.integrations.vllm import speculator
 from mars.integrations.vllm.proposer import Proposer
 from mars.integrations.vllm.speculator import Speculator
-from mars.method.dials import Dial
+from mars.method.acceptance import Dial
 
 if envs.VLLM_USE_V2_MODEL_RUNNER:  # vLLM imports this module in each worker of ours, before there is a runner
     speculator.install()

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mars import Dial, MarsError, Sampling
-from mars.method.dials import MEASURES, Decision, DialBatch, confidence, decide
-from mars.method.sampling import SamplingBatch
-from mars.method.windows import NOWHERE, Shape, Window, lay_out, stack
+from mars import Dial, MarsError, SamplingParams
+from mars.method.acceptance import MEASURES, Decision, DialTensors, confidence, decide
+from mars.method.sampling import SamplingTensors
+from mars.method.windows import NO_GROUP, Window, WindowBatch, build_windows
 
 VOCABULARY, MASK = 6, 5
-"""Five real tokens: random claims are right often enough."""
+"""Five real tokens: random drafts are right often enough."""
 dials = st.one_of(
     st.sampled_from([Dial("one-token"), Dial("exact")]),
     st.floats(0.01, 1).map(lambda value: Dial("relaxed", value)),
@@ -74,60 +74,72 @@ def test_bad_dials_say_what_to_do(text: str, says: str) -> None:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[list[Dial], list[Window], torch.Tensor, list[bool]]:
-    """Rows with any dial and any window that dial can feed, and logits for them."""
-    rows, windows, settled = [], [], []
+def cases(draw: st.DrawFn) -> tuple[list[Dial], WindowBatch, torch.Tensor, list[bool]]:
+    """Sequences with any dial and any window that dial can feed, and logits for them."""
+    sequences, emitted, drafts, groups, masks = [], [], [], [], []
     for _ in range(draw(st.integers(1, 4))):
         dial = draw(dials)
-        claims = draw(st.lists(st.integers(0, MASK - 1), max_size=3))
-        done = not dial.checks
-        shape = Shape(draw(st.sampled_from([1, 2, None])))
-        points = () if not dial.uses_masks else (len(claims),) if done else shape.points(len(claims))
-        sure = draw(st.lists(st.integers(0, MASK - 1), min_size=1, max_size=3))
-        rows.append(dial)
-        settled.append(done)
-        windows.append(lay_out(sure, claims, mask=MASK, masks=draw(st.integers(1, 3)), points=points))
+        sequences.append(dial)
+        emitted.append(not dial.verifies)
+        masks.append(draw(st.integers(1, 3)))
+        drafts.append(draw(st.lists(st.integers(0, MASK - 1), max_size=3)))
+        groups.append(draw(st.sampled_from([1, 2, 4])))
+    window = Window(3, 4, 3) if any(dial.uses_masks for dial in sequences) else Window(3)
+    windows = batch_of(drafts, emitted, groups, masks, window)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
-    tail = stack(windows).tail
-    return rows, windows, torch.randn(len(rows), tail, VOCABULARY, generator=generator) * 2, settled
+    return sequences, windows, torch.randn(windows.tokens.numel(), VOCABULARY, generator=generator) * 2, emitted
 
 
-def run(rows, windows, logits, settled, sampling=None) -> Decision:
+def batch_of(drafts, emitted, groups, masks, window: Window) -> WindowBatch:
+    return build_windows(
+        window,
+        MASK,
+        last=torch.zeros(len(drafts), dtype=torch.long),
+        drafts=torch.tensor([(each + [0] * 3)[:3] for each in drafts]),
+        draft_count=torch.tensor([len(each) for each in drafts]),
+        emitted=torch.tensor(emitted),
+        groups=torch.tensor(groups),
+        masks=torch.tensor(masks),
+    )
+
+
+def run(sequences, windows, logits, emitted, params=None, **history) -> Decision:
     return decide(
-        stack(windows),
+        windows,
         logits,
-        DialBatch.of(rows),
-        SamplingBatch.of(sampling or [Sampling()] * len(rows), VOCABULARY, MASK),
-        positions=torch.tensor([window.anchor for window in windows]),
-        settled=torch.tensor(settled),
+        DialTensors.of(sequences),
+        SamplingTensors.of(params or [SamplingParams()] * len(sequences), VOCABULARY, MASK),
+        positions=torch.zeros(len(sequences), dtype=torch.long),
+        emitted=torch.tensor(emitted),
+        **history,
     )
 
 
 @settings(deadline=None, max_examples=300)
 @given(cases())
 def test_greedy_decisions(case) -> None:
-    rows, windows, logits, settled = case
+    sequences, windows, logits, emitted = case
     decision = run(*case)
-    for r, (dial, window) in enumerate(zip(rows, windows, strict=True)):
-        own = logits[r, logits.shape[1] - len(window.tokens) + window.anchor :].clone()
+    for r, dial in enumerate(sequences):
+        own = logits[int(windows.starts[r]) :].clone()
         own[:, MASK] = -math.inf
         probabilities, best = own.softmax(-1), own.argmax(-1).tolist()
-        claims = window.claims
+        drafts = windows.drafts[r, : windows.draft_count[r]].tolist()
 
-        agrees = [claim == ar for claim, ar in zip(claims, best, strict=False)]
-        assert decision.agrees[r, : len(claims)].tolist() == agrees
+        agrees = [draft == ar for draft, ar in zip(drafts, best, strict=False)]
+        assert decision.agrees[r, : len(drafts)].tolist() == agrees
 
         delta = dial.tolerance
         passes = [
-            agrees[j] or (delta < 1 and probabilities[j, claim] >= delta * probabilities[j].max())
-            for j, claim in enumerate(claims)
+            agrees[j] or (delta < 1 and probabilities[j, draft] >= delta * probabilities[j].max())
+            for j, draft in enumerate(drafts)
         ]
-        accepted = len(claims) if settled[r] else len(list(takewhile(bool, passes)))
+        accepted = len(drafts) if emitted[r] else len(list(takewhile(bool, passes)))
         assert decision.accepted[r] == accepted
         assert decision.token[r] == best[accepted]
 
-        start = window.groups[accepted]
-        group = [] if start == NOWHERE else range(start - window.anchor, start - window.anchor + window.masks)
+        start = int(windows.groups[r, accepted])
+        group = [] if start == NO_GROUP else range(start, start + int(windows.mask_count[r]))
         assert decision.draft_count[r] == len(group)
         assert decision.drafts[r, : len(group)].tolist() == [best[i] for i in group]
         sure_of = [_confidence(probabilities[i], dial.measure) >= dial.trust for i in group]
@@ -145,43 +157,34 @@ def _confidence(p: torch.Tensor, measure: str) -> float:
 def test_confidence_lies_between_0_and_1_and_a_certain_position_has_1(measure, seed) -> None:
     logits = torch.randn(1, 2, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 3
     logits[0, 1] = torch.tensor([100.0] + [0.0] * (VOCABULARY - 1))
-    sure = confidence(logits, DialBatch.of([Dial("threshold", 0.5, measure)]))
+    sure = confidence(logits, DialTensors.of([Dial("threshold", 0.5, measure)]))
     assert ((sure >= 0) & (sure <= 1 + 1e-6)).all()
     assert sure[0, 1].item() == pytest.approx(1)
     assert sure[0, 0].item() == pytest.approx(_confidence(logits[0, 0].softmax(-1), measure), abs=1e-5)
 
 
+def chain(*drafts: int) -> WindowBatch:
+    return batch_of([list(drafts)], [False], [1], [1], Window(len(drafts), 1, 1))
+
+
 def test_relaxed_1_is_exact_even_at_a_tie() -> None:
-    window = lay_out([0], [2], mask=MASK, masks=1, points=(1,))
-    logits = torch.zeros(1, 3, VOCABULARY)  # all tied: the AR choice is token 0
-    assert run([Dial("relaxed", 1.0)], [window], logits, [False]).accepted == 0
-    assert run([Dial("relaxed", 0.99)], [window], logits, [False]).accepted == 1
+    logits = torch.zeros(3, VOCABULARY)  # all tied: the AR choice is token 0
+    assert run([Dial("relaxed", 1.0)], chain(2), logits, [False]).accepted == 0
+    assert run([Dial("relaxed", 0.99)], chain(2), logits, [False]).accepted == 1
 
 
-def test_a_relaxed_claim_outside_the_truncated_policy_fails() -> None:
-    window = lay_out([0], [2], mask=MASK, masks=1, points=(1,))
-    logits = torch.zeros(1, 3, VOCABULARY)
-    logits[:, :, 0] = 0.1
-    sampling = [Sampling(temperature=1.0, top_k=1, seed=1)]
-    assert run([Dial("relaxed", 0.5)], [window], logits, [False], sampling).accepted == 0
+def test_a_relaxed_draft_outside_the_truncated_policy_fails() -> None:
+    logits = torch.zeros(3, VOCABULARY)
+    logits[:, 0] = 0.1
+    params = [SamplingParams(temperature=1.0, top_k=1, seed=1)]
+    assert run([Dial("relaxed", 0.5)], chain(2), logits, [False], params).accepted == 0
 
 
-def test_penalties_count_the_claims_before_a_position() -> None:
-    """The second claim repeats the first: a penalty that sees it must turn it down."""
-    window = lay_out([0], [2, 2], mask=MASK, masks=1, points=(2,))
-    logits = torch.zeros(1, 4, VOCABULARY)
-    logits[:, :, 2] = 1.0
-    seen, counts = torch.zeros(1, VOCABULARY).bool(), torch.zeros(1, VOCABULARY)
+def test_penalties_count_the_drafts_before_a_position() -> None:
+    """The second draft repeats the first: a penalty that counts it must reject it."""
+    logits = torch.zeros(4, VOCABULARY)
+    logits[:, 2] = 1.0
+    history = {"seen": torch.zeros(1, VOCABULARY).bool(), "counts": torch.zeros(1, VOCABULARY)}
     for penalty, accepted in ((0.0, 2), (5.0, 1)):
-        sampling = SamplingBatch.of([Sampling(presence_penalty=penalty)], VOCABULARY, MASK)
-        decision = decide(
-            stack([window]),
-            logits,
-            DialBatch.of([Dial("exact")]),
-            sampling,
-            positions=torch.tensor([0]),
-            settled=torch.tensor([False]),
-            seen=seen,
-            counts=counts,
-        )
-        assert decision.accepted == accepted
+        params = [SamplingParams(presence_penalty=penalty)]
+        assert run([Dial("exact")], chain(2, 2), logits, [False], params, **history).accepted == accepted

@@ -1,0 +1,282 @@
+"""The dials: which drafts are accepted, what is emitted and what is drafted next, decided from logits.
+
+========================  =======================================================================================
+``one-token``             no masks: the AR model
+``exact``                 a draft is accepted if the AR model would have written it: same text, same distribution
+``relaxed=δ``             a draft is also accepted if the AR model gives it at least δ times its top probability
+``threshold=τ``           masks' tokens are emitted unchecked, left to right, while their confidence is at least τ
+``threshold:entropy=τ``   confidence measured as exp(-entropy) instead of the top probability
+``threshold:margin=τ``    … as the gap between the two highest probabilities
+========================  =======================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from mars.errors import MarsError
+from mars.method.sampling import SamplingTensors
+from mars.method.tensors import send
+from mars.method.windows import WindowBatch
+
+Kind = Literal["one-token", "exact", "relaxed", "threshold"]
+Measure = Literal["probability", "entropy", "margin"]
+MEASURES: tuple[Measure, ...] = get_args(Measure)
+USAGE = "use one-token, exact, relaxed=0.3, threshold=0.9, threshold:entropy=0.9 or threshold:margin=0.9"
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """One setting of the dial. ``Dial.parse`` reads it from a string and ``str`` writes it back."""
+
+    kind: Kind
+    value: float | None = None
+    measure: Measure = "probability"
+
+    def __post_init__(self) -> None:
+        measures = MEASURES if self.kind == "threshold" else MEASURES[:1]
+        if self.kind not in get_args(Kind) or self.measure not in measures:
+            raise MarsError(f"unknown dial {self.kind}:{self.measure}: {USAGE}")
+        if self.kind in ("one-token", "exact"):
+            if self.value is not None:
+                raise MarsError(f"{self.kind} takes no value: {USAGE}")
+        elif self.value is None:
+            raise MarsError(f"{self.kind} needs a value: {USAGE}")
+        elif self.kind == "relaxed" and not 0 < self.value <= 1:
+            raise MarsError(f"relaxed={self.value:g} is out of range: δ must be above 0 and at most 1")
+        elif self.kind == "threshold" and not 0 <= self.value <= 1:
+            raise MarsError(f"threshold={self.value:g} is out of range: τ must be between 0 and 1")
+
+    @classmethod
+    def parse(cls, text: str | Dial) -> Dial:
+        if isinstance(text, Dial):
+            return text
+        name, _, number = text.strip().partition("=")
+        kind, _, measure = name.partition(":")
+        if kind not in get_args(Kind) or (measure and kind != "threshold"):
+            raise MarsError(f"unknown dial {text!r}: {USAGE}")
+        try:
+            value = float(number) if number else None
+        except ValueError:
+            raise MarsError(f"{number!r} in dial {text!r} is not a number: {USAGE}") from None
+        return cls(kind, value, measure or "probability")  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        measure = "" if self.measure == "probability" else f":{self.measure}"
+        value = "" if self.value is None else f"={self.value!r}"
+        return f"{self.kind}{measure}{value}"
+
+    @property
+    def uses_masks(self) -> bool:
+        return self.kind != "one-token"
+
+    @property
+    def verifies(self) -> bool:
+        """Are drafts verified by the AR model before they are emitted?"""
+        return self.kind in ("exact", "relaxed")
+
+    @property
+    def is_lossy(self) -> bool:
+        """May the text differ from the AR model's?"""
+        return self.kind in ("relaxed", "threshold")
+
+    @property
+    def tolerance(self) -> float:
+        """δ: 1 accepts only what the AR model would have written."""
+        return self.value if self.kind == "relaxed" and self.value is not None else 1.0
+
+    @property
+    def trust(self) -> float:
+        """τ: infinity emits no prediction of a mask unchecked."""
+        return self.value if self.kind == "threshold" and self.value is not None else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class DialFeatures:
+    """What the dials of a batch need computed; the rest is left out."""
+
+    relaxes: bool = False
+    measures: frozenset[Measure] = frozenset()
+    """Confidence measures that some sequence's threshold goes by"""
+
+    @classmethod
+    def of(cls, dials: Sequence[Dial]) -> DialFeatures:
+        return cls(
+            relaxes=any(dial.kind == "relaxed" for dial in dials),
+            measures=frozenset(dial.measure for dial in dials if dial.kind == "threshold"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DialTensors:
+    """The dials of several sequences; each tensor has one entry per sequence."""
+
+    tolerance: Tensor
+    trust: Tensor
+    measure: Tensor
+    """Index into `MEASURES`"""
+    features: DialFeatures
+
+    @classmethod
+    def of(cls, dials: Sequence[Dial], device: torch.device | str = "cpu") -> DialTensors:
+        limits = torch.tensor([[dial.tolerance, dial.trust] for dial in dials], dtype=torch.float64).view(-1, 2)
+        tolerance, trust = send(limits, device).unbind(1)
+        measure = send([MEASURES.index(dial.measure) for dial in dials], device)
+        return cls(tolerance, trust, measure, DialFeatures.of(dials))
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What one forward decided, an entry per sequence."""
+
+    accepted: Tensor
+    """(sequences,): how many drafts are accepted"""
+    agrees: Tensor
+    """(sequences, most drafts): would the AR model have written this draft?"""
+    token: Tensor
+    """(sequences,): the AR model's own token after the accepted drafts"""
+    drafts: Tensor
+    """(sequences, masks): predictions of the masks for the positions after that"""
+    draft_count: Tensor
+    """(sequences,): how many of them are real"""
+    trusted: Tensor
+    """(sequences,): how many of them, from the left, are emitted unchecked"""
+
+
+def decide(
+    windows: WindowBatch,
+    logits: Tensor,
+    dials: DialTensors,
+    sampling: SamplingTensors,
+    *,
+    positions: Tensor,
+    emitted: Tensor,
+    seen: Tensor | None = None,
+    counts: Tensor | None = None,
+    allowed: Tensor | None = None,
+) -> Decision:
+    """Verify the drafts of each sequence, sample the AR token behind the accepted ones, and read the masks after it.
+
+    ``logits`` (tokens, vocabulary) are those of all windows, ``positions`` (sequences,) those of the last tokens.
+    ``emitted`` (sequences,) says whose drafts were emitted already and are therefore accepted. ``seen`` and ``counts``
+    (sequences, vocabulary) are the tokens up to the last one. ``allowed`` (sequences, most drafts + 1, vocabulary) has
+    the tokens that a grammar allows at the verified positions; masks are free.
+    """
+    drafts = windows.drafts
+    steps = torch.arange(drafts.shape[1] + 1, device=drafts.device)
+    history = _along_drafts(drafts, seen, counts)
+    at = positions[:, None] + 1 + steps
+    adjusted = sampling.ban_early_end(sampling.adjust(windows.verified_logits(logits), *history), at)
+    if allowed is not None:
+        adjusted = torch.where(allowed, adjusted, -torch.inf)
+    scores = sampling.scores(adjusted)
+    choices = sampling.sample(scores, at)  # what the AR model writes if the drafts before are accepted
+
+    real = steps[:-1] < windows.draft_count[:, None]
+    agrees = real & (drafts == choices[:, :-1])
+    passes = agrees
+    if dials.features.relaxes:
+        passes = agrees | (real & within_tolerance(adjusted[:, :-1], scores[:, :-1], drafts, dials.tolerance))
+    accepted = torch.where(emitted, windows.draft_count, leading(passes))
+    token = choices.gather(1, accepted[:, None])[:, 0]
+
+    adjusted, draft_count = windows.mask_logits(logits, accepted)
+    ahead = torch.arange(windows.masks, device=drafts.device)
+    at = (positions + accepted)[:, None] + 2 + ahead
+    adjusted = sampling.adjust(adjusted, *(_behind(tokens, accepted)[:, None] for tokens in history))
+    adjusted = sampling.ban_early_end(adjusted, at)
+    predicted = sampling.sample(sampling.scores(adjusted), at)
+    confident = confidence(adjusted, dials) >= dials.trust[:, None]
+    trusted = leading(confident & (ahead < draft_count[:, None]))
+    return Decision(accepted, agrees, token, predicted, draft_count, trusted)
+
+
+TOP_LOGPROBS = 20
+"""Most alternatives whose log-probabilities are reported for a token"""
+
+
+def logprobs(windows: WindowBatch, logits: Tensor, decision: Decision, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """At each verified position: log-probability of the token accepted or sampled there, the top tokens, and theirs.
+
+    They are the model's own, before temperature, penalties and bias; ``bias`` (1, vocabulary) takes the mask token out.
+    (sequences, most drafts + 1), then twice (sequences, most drafts + 1, `TOP_LOGPROBS` or the vocabulary).
+    """
+    log_p = (windows.verified_logits(logits).float() + bias[:, None]).log_softmax(2)
+    steps = torch.arange(windows.drafts.shape[1] + 1, device=logits.device)
+    padded = torch.cat([windows.drafts, decision.token[:, None]], 1)
+    tokens = torch.where(steps < decision.accepted[:, None], padded, decision.token[:, None])
+    top, ids = log_p.topk(min(TOP_LOGPROBS, log_p.shape[2]), dim=2)
+    return _at(log_p, tokens), ids, top
+
+
+def within_tolerance(adjusted: Tensor, scores: Tensor, drafts: Tensor, tolerance: Tensor) -> Tensor:
+    """Accept a draft with at least δ times the top probability of the AR model, δ < 1, unless truncation removed it."""
+    if not drafts.shape[1]:
+        return torch.zeros_like(drafts, dtype=torch.bool)
+    ratio = (_at(adjusted, drafts) - adjusted.amax(2)).exp()
+    return (_at(scores, drafts) > -torch.inf) & (ratio >= tolerance[:, None]) & (tolerance[:, None] < 1)
+
+
+def confidence(logits: Tensor, dials: DialTensors) -> Tensor:
+    """How sure a position is of its token, between 0 and 1, by the measure of each sequence's dial."""
+    result = torch.zeros(logits.shape[:2], device=logits.device)
+    if not logits.shape[1]:
+        return result
+    for measure in dials.features.measures:
+        mine = (dials.measure == MEASURES.index(measure))[:, None]
+        result = torch.where(mine, _MEASURE[measure](logits.log_softmax(2)), result)
+    return result
+
+
+def _top_probability(log_p: Tensor) -> Tensor:
+    return log_p.amax(2).exp()
+
+
+def _certainty(log_p: Tensor) -> Tensor:
+    return (log_p.exp() * log_p).nan_to_num(0.0).sum(2).exp()
+
+
+def _margin(log_p: Tensor) -> Tensor:
+    first, second = log_p.topk(2, dim=2).values.exp().unbind(2)
+    return first - second
+
+
+_MEASURE = {"probability": _top_probability, "entropy": _certainty, "margin": _margin}
+
+
+def count_tokens(counts: Tensor, drafts: Tensor, decision: Decision) -> Tensor:
+    """Counts (sequences, vocabulary) of generated tokens, with the accepted drafts and the token after them added."""
+    steps = torch.arange(drafts.shape[1], device=drafts.device)
+    tokens = torch.cat([drafts, decision.token[:, None]], 1)
+    stays = torch.cat([steps < decision.accepted[:, None], torch.ones_like(decision.token[:, None])], 1)
+    return counts.scatter_add(1, tokens, stays.to(counts.dtype))
+
+
+def leading(flags: Tensor) -> Tensor:
+    """How many flags (rows, n) are set before the first one that is not."""
+    return flags.long().cumprod(1).sum(1)
+
+
+def _at(values: Tensor, tokens: Tensor) -> Tensor:
+    return values.gather(2, tokens[:, :, None])[:, :, 0]
+
+
+def _behind(values: Tensor, accepted: Tensor) -> Tensor:
+    """Of values (sequences, n, vocabulary), those at the position ``accepted`` (sequences,)."""
+    return values.gather(1, accepted[:, None, None].expand(-1, 1, values.shape[2]))[:, 0]
+
+
+def _along_drafts(drafts: Tensor, seen: Tensor | None, counts: Tensor | None) -> tuple[Tensor, ...]:
+    """Tokens seen and counted at each verified position: those up to the last token, plus the drafts before it."""
+    if seen is None or counts is None:
+        return ()
+    added = torch.zeros(drafts.shape[0], drafts.shape[1] + 1, counts.shape[1], device=counts.device)
+    added[:, 1:].scatter_(2, drafts[:, :, None], 1.0)
+    added = added.cumsum(1)
+    return seen[:, None] | (added > 0), counts[:, None] + added
