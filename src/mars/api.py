@@ -1,4 +1,4 @@
-"""What a person calls: `load` a model, then ``generate`` or ``stream``."""
+"""The Python interface: `load` a model, then ``generate`` or ``stream``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any, overload
 import torch
 from rich.progress import Progress
 
-from mars.decoding.decoder import require_masks
-from mars.decoding.request import Generation, Request
-from mars.engine import Engine
+from mars.core.output import RequestOutput
+from mars.core.request import Request, default_dial, require_masks
+from mars.engine import Engine, run
+from mars.engine.run import attach_processor, stop_found
 from mars.errors import MarsError
 from mars.method.acceptance import Dial
-from mars.method.sampling import Sampling
-from mars.method.windows import Shape
+from mars.method.sampling import SamplingParams
+from mars.method.windows import parse_window
 from mars.models import Checkpoint, Settings, load_checkpoint
 from mars.models.builtin import NAME as DEFAULT_MODEL
 from mars.models.prompts import Messages, Prompt
@@ -29,41 +30,42 @@ def load(
     adapter: str | Path | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
-    rows: int = 64,
+    max_num_seqs: int = 64,
     memory: int | float | None = None,
 ) -> Model:
     """Load a hub id, a local folder, a local GGUF file, an adapter folder, or the built-in ``smollm2-135m``.
 
-    ``rows`` is how many requests are decoded together, ``memory`` what their cache may take: bytes, or on a GPU a
-    share of what is free.
+    ``max_num_seqs`` requests are decoded together; ``memory`` is what their keys and values may take: bytes, or on a
+    GPU a share of what is free.
     """
-    return Model(load_checkpoint(name, adapter=adapter, device=device, dtype=dtype), rows=rows, memory=memory)
+    checkpoint = load_checkpoint(name, adapter=adapter, device=device, dtype=dtype)
+    return Model(checkpoint, max_num_seqs=max_num_seqs, memory=memory)
 
 
 class Model:
-    """A model ready to write. Everything it is told about decoding is per call."""
+    """A model with an engine. Everything about decoding is an option of each call."""
 
-    def __init__(self, checkpoint: Checkpoint, *, rows: int = 64, memory: int | float | None = None) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, max_num_seqs: int = 64, memory: int | float | None = None) -> None:
         self.checkpoint = checkpoint
-        self._options: dict[str, Any] = {"rows": rows, "memory": memory}
+        self._options: dict[str, Any] = {"max_num_seqs": max_num_seqs, "memory": memory}
         self._engine: Engine | None = None
 
     def engine(self, block_size: int = 1) -> Engine:
-        """The engine that all calls share; a larger one is made when a call asks for larger blocks."""
+        """The engine that all calls share; made anew when a call asks for larger blocks."""
         if self._engine is None or block_size > self._engine.block_size:
             self._engine = None  # its cache goes before a new one comes
             trained = self.settings.block_size if self.settings else 1
             self._engine = Engine(self.checkpoint, block_size=max(block_size, trained), **self._options)
         return self._engine
 
-    def warm_up(self, bar: Progress | None = None, rows: int | None = None, *, dials: Sequence[str] = ()) -> None:
-        """Have the engine ready for so many requests at once, all that it takes by default, before the first comes.
+    def warm_up(self, bar: Progress | None = None, num_seqs: int | None = None, *, dials: Sequence[str] = ()) -> None:
+        """Prepare the engine for so many requests at once, all that it takes by default.
 
-        On a GPU this compiles and records its steps, those of ``exact`` and of the ``dials`` named: a minute or two the
+        On a GPU this compiles and captures its steps, those of ``exact`` and of the ``dials`` named: a minute or two the
         first time, less from then on. Shown in ``bar`` if one is given.
         """
         task = None
-        for done, total in self.engine().warm_up(rows, dials=[Dial.parse(each) for each in dials]):
+        for done, total in self.engine().warm_up(num_seqs, dials=[Dial.parse(each) for each in dials]):
             if bar is not None:
                 task = bar.add_task("warming up") if task is None else task
                 bar.update(task, completed=done, total=total)
@@ -73,24 +75,23 @@ class Model:
         return self.checkpoint.settings
 
     @overload
-    def generate(self, prompt: Prompt, **options: Any) -> Generation: ...
+    def generate(self, prompt: Prompt, **options: Any) -> RequestOutput: ...
     @overload
-    def generate(self, prompt: list[str] | list[Messages] | list[list[int]], **options: Any) -> list[Generation]: ...
-    def generate(self, prompt: Any, **options: Any) -> Generation | list[Generation]:
+    def generate(self, prompt: list[str] | list[Messages] | list[list[int]], **options: Any) -> list[RequestOutput]: ...
+    def generate(self, prompt: Any, **options: Any) -> RequestOutput | list[RequestOutput]:
         """Answer one prompt, or a list of prompts as one batch.
 
         A prompt is text, a list of messages, or a list of token ids; the options are those of `request`.
         """
         prompts = prompt if _is_batch(prompt) else [prompt]
-        requests = [self.request(each, **options) for each in prompts]
-        engine = self.engine(max((each.block_size for each in requests), default=1))
-        asked = [engine.add(each) for each in requests]
-        try:
-            answers = engine.finish(asked)
-        finally:
-            for each in asked:
-                engine.cancel(each)  # after an interruption, some may still be running
-        return answers if _is_batch(prompt) else answers[0]
+        outputs = dict(self.run([self.request(each, **options) for each in prompts]))
+        return [outputs[index] for index in range(len(prompts))] if _is_batch(prompt) else outputs[0]
+
+    def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, RequestOutput]]:
+        """Every request's index and output as it finishes; all requests are validated before the first one runs."""
+        for request in requests:
+            request.validate(self.checkpoint)
+        return run(self.engine(max((each.block_size for each in requests), default=1)), requests)
 
     def stream(self, prompt: Prompt, **options: Any) -> Stream:
         """Answer one prompt piece by piece; see `Stream`."""
@@ -106,17 +107,17 @@ class Model:
         ignore_end: bool = False,
         system: str | None = None,
         stop: str | Sequence[str] = (),
-        window: str | Shape | None = None,
+        window: str | None = None,
         block_size: int | None = None,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         **sampling_options: Any,
     ) -> Request:
         """Put a prompt and options into a request.
 
-        ``dial``: see `mars.method.dials`; by default the checkpoint's own. ``window``: ``chain``, ``tree``, ``tree=N``,
-        or None for the one that is fastest here and now. ``block_size``: tokens one forward predicts, by default what
-        the model was trained with. ``min_new_tokens``: no end before so many; ``ignore_end``: no end at all.
-        Further options are those of `Sampling`: temperature, top_k, top_p, min_p, seed, …
+        ``dial``: see `mars.method.acceptance`; by default the checkpoint's own. ``window``: ``chain``, ``tree`` or
+        ``tree=N``; by default the fastest for the load. ``block_size``: tokens one forward predicts, by default what the
+        model was trained with. ``min_new_tokens``: no end before so many; ``ignore_end``: no end at all. Further options
+        are those of `SamplingParams`: temperature, top_k, top_p, min_p, seed, …
         """
         if sampling is not None and sampling_options:
             raise MarsError(f"give either sampling or {', '.join(sampling_options)}, not both")
@@ -125,62 +126,65 @@ class Model:
         return Request(
             prompt=self.checkpoint.encode(prompt, system),
             dial=self.dial(dial),
-            sampling=sampling or Sampling(**sampling_options),
+            sampling=sampling or SamplingParams(**sampling_options),
             max_new_tokens=max_new_tokens,
             stop=(stop,) if isinstance(stop, str) else stop,
             block_size=block_size,
             min_new_tokens=min_new_tokens,
             ignore_end=ignore_end,
-            shape=None if window is None else Shape.parse(window),
+            mask_groups=None if window is None else parse_window(window, block_size),
         )
 
     def dial(self, dial: str | Dial | None = None) -> Dial:
         """The dial asked for, by default the checkpoint's own; raises if the model cannot follow it."""
-        if dial is None:
-            dial = self.settings.dial if self.settings else "one-token"
-        parsed = Dial.parse(dial)
+        parsed = default_dial(self.checkpoint) if dial is None else Dial.parse(dial)
         require_masks(self.checkpoint, parsed)
         return parsed
 
 
 class Stream(Iterator[str]):
-    """Text as it is written, one piece per forward. The dial may be turned between two pieces."""
+    """Text as it is generated, one piece per forward. The dial may be turned between two pieces."""
 
     def __init__(self, model: Model, request: Request) -> None:
         self._model = model
-        self._request = request
         self._engine = model.engine(request.block_size)
-        self._answer = self._engine.add(request)
+        self._sequence = self._engine.add_request(request)
+        self._processor = attach_processor(self._engine, self._sequence)
         self._given = 0
-        weakref.finalize(self, self._engine.cancel, self._answer)
+        weakref.finalize(self, self._engine.abort, self._sequence)
 
     @property
     def dial(self) -> Dial:
-        return self._request.dial
+        return self._sequence.dial
 
     @dial.setter
     def dial(self, dial: str | Dial) -> None:
-        self._request.dial = self._model.dial(dial)
+        self._sequence.set_dial(self._model.dial(dial))
 
     @property
-    def result(self) -> Generation:
-        """The whole answer; runs to its end if it is not there yet."""
-        result = self._engine.finish([self._answer])[0]
-        self._given = len(result.pieces)
-        return result
+    def result(self) -> RequestOutput:
+        """The whole output; runs to its end if it is not there yet."""
+        while not self._sequence.is_finished:
+            self._step()
+        self._given = len(self._processor.pieces)
+        return self._sequence.output
 
     @property
     def text(self) -> str:
-        """What has been written so far."""
-        return "".join(self._answer.pieces)
+        """What has been generated so far."""
+        return "".join(self._processor.pieces)
 
     def __next__(self) -> str:
-        while self._given == len(self._answer.pieces):
-            if self._answer.finish_reason is not None:
+        while self._given == len(self._processor.pieces):
+            if self._sequence.is_finished:
                 raise StopIteration
-            self._engine.step()
+            self._step()
         self._given += 1
-        return self._answer.pieces[self._given - 1]
+        return self._processor.pieces[self._given - 1]
+
+    def _step(self) -> None:
+        self._engine.step()
+        stop_found(self._engine, self._sequence)
 
 
 def _is_batch(prompt: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The engine on a CUDA device: recorded steps against the plain decoder on the CPU."""
+"""The engine on a CUDA device: captured steps against the plain decoder on the CPU."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mars import Sampling
-from mars.decoding.decoder import Decoder
-from mars.decoding.grammar import lark_grammar
-from mars.decoding.request import Request
-from mars.engine import Engine
-from mars.engine.graphs import GraphRunner
-from mars.engine.layout import Layout
+from mars import SamplingParams
+from mars.reference import Decoder
+from mars.core.grammar import lark_grammar
+from mars.core.request import Request
+from mars.engine import Engine, run
+from mars.engine.cuda_graphs import GraphRunner
 from mars.method.acceptance import Dial
 from mars.method.sampling import gumbel
-from mars.method.windows import Shape
+from mars.method.windows import Window
 from mars.models import Checkpoint
 from tests.conftest import FAMILIES, tiny_checkpoint
 
@@ -27,12 +26,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 PROMPTS = [[start, 2, 3, *range(length)] for start, length in enumerate([1, 7, 3, 9, 2, 5, 8])]
-PROMPTS += [[index % 10 for index in range(length)] for length in (70, 150)]  # more than one piece
+PROMPTS += [[index % 10 for index in range(length)] for length in (70, 150)]  # more than one chunk
 
 
 @pytest.fixture(autouse=True)
 def uncompiled(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Most tests are about recordings; compiling takes long and is tested once."""
+    """Most tests are about captured graphs; compiling takes long and is tested once."""
     torch.backends.cuda.matmul.allow_tf32 = False
     stance = "default" if "compiled" in request.node.name else "force_eager"
     with torch.compiler.set_stance(stance):
@@ -43,77 +42,73 @@ def on_gpu(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, module=checkpoint.module.cuda())
 
 
-def wide(_rows: int, layout: Layout) -> float:
-    return 1 + 0.001 * layout.width
+def wide(_count: int, window: Window) -> float:
+    return 1 + 0.001 * window.width
 
 
 def texts(engine: Engine, requests: list[Request]) -> list[list[int]]:
-    answers = [engine.add(replace(each)) for each in requests]
-    found = [answer.token_ids for answer in engine.finish(answers)]
+    outputs = dict(run(engine, requests))
     engine.check()
-    return found
+    return [outputs[index].token_ids for index in range(len(requests))]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_recorded_steps_write_what_the_plain_decoder_writes(family: str) -> None:
+def test_captured_steps_write_what_the_plain_decoder_writes(family: str) -> None:
     requests = [Request(each, Dial("one-token"), max_new_tokens=24) for each in PROMPTS]
     expected = [answer.token_ids for answer in Decoder(tiny_checkpoint(family), requests).finish()]
-    engine = Engine(on_gpu(tiny_checkpoint(family)), rows=8, memory=2**24, cost=wide)
-    for dial, shape in [("one-token", None), ("exact", "chain"), ("exact", "tree"), ("exact", None)]:
-        asked = [
-            replace(each, dial=Dial(dial), block_size=4, shape=None if shape is None else Shape.parse(shape))
-            for each in requests
-        ]
-        assert texts(engine, asked) == expected, (dial, shape)
+    engine = Engine(on_gpu(tiny_checkpoint(family)), max_num_seqs=8, memory=2**24, cost=wide)
+    for dial, groups in [("one-token", None), ("exact", 1), ("exact", 4), ("exact", None)]:
+        asked = [replace(each, dial=Dial(dial), block_size=4, mask_groups=groups) for each in requests]
+        assert texts(engine, asked) == expected, (dial, groups)
 
 
 def test_compiled_layers_write_the_same() -> None:
     requests = [Request(each, Dial("exact"), max_new_tokens=24, block_size=4) for each in PROMPTS]
     for family in ("llama", "qwen2", "gemma2"):
         expected = [answer.token_ids for answer in Decoder(tiny_checkpoint(family), requests).finish()]
-        assert texts(Engine(on_gpu(tiny_checkpoint(family)), rows=8, memory=2**24), requests) == expected
+        assert texts(Engine(on_gpu(tiny_checkpoint(family)), max_num_seqs=8, memory=2**24), requests) == expected
 
 
-def test_every_kind_of_sampling_is_recorded() -> None:
+def test_every_kind_of_sampling_is_captured() -> None:
     kinds = [
-        Sampling(temperature=1.0, seed=1),
-        Sampling(temperature=0.8, top_p=0.9, seed=2),
-        Sampling(frequency_penalty=0.5, repetition_penalty=1.2),
-        Sampling(logit_bias={3: 1.5}),
-        Sampling(),
+        SamplingParams(temperature=1.0, seed=1),
+        SamplingParams(temperature=0.8, top_p=0.9, seed=2),
+        SamplingParams(frequency_penalty=0.5, repetition_penalty=1.2),
+        SamplingParams(logit_bias={3: 1.5}),
+        SamplingParams(),
     ]
     dials = ["exact", "relaxed=0.3", "threshold=0.5", "threshold:entropy=0.4", "one-token"]
     requests = [
         Request(prompt, Dial.parse(dial), kind, max_new_tokens=20, block_size=4)
         for prompt, dial, kind in zip(PROMPTS, dials, kinds, strict=False)
     ]
-    treed = [replace(each, shape=Shape(None)) for each in requests]  # as on a GPU where the text depends on it
+    treed = [replace(each, mask_groups=4) for each in requests]  # as on a GPU where the text depends on it
     expected = [Decoder(tiny_checkpoint("llama"), [each]).finish()[0].token_ids for each in treed]
-    engine = Engine(on_gpu(tiny_checkpoint("llama")), rows=8, memory=2**24, cost=wide)
+    engine = Engine(on_gpu(tiny_checkpoint("llama")), max_num_seqs=8, memory=2**24, cost=wide)
     assert texts(engine, requests) == expected
     for request, alone in zip(requests, expected, strict=True):
         assert texts(engine, [request]) == [alone]
 
 
-def test_after_the_warm_up_the_dial_turns_without_a_recording() -> None:
+def test_after_the_warm_up_the_dial_turns_without_a_capture() -> None:
     dials = [Dial("exact"), Dial("one-token"), Dial("relaxed", 0.5), Dial("threshold", 0.9)]
-    engine = Engine(on_gpu(tiny_checkpoint("llama")), rows=4, memory=2**24, cost=wide)
+    engine = Engine(on_gpu(tiny_checkpoint("llama")), max_num_seqs=4, memory=2**24, cost=wide)
     runner = engine._runner
     assert isinstance(runner, GraphRunner)
     assert list(engine.warm_up(dials=dials, sampled=True))[-1][0] > 0
-    recorded = set(runner._steps), set(runner._reads)
+    captured = set(runner._steps), set(runner._prefills)
     for temperature in (0.0, 1.0):
-        sampling = Sampling(temperature, seed=1)
+        sampling = SamplingParams(temperature, seed=1)
         requests = [Request(each, Dial("exact"), sampling, max_new_tokens=99, block_size=4) for each in PROMPTS[:3]]
-        answers = [engine.add(each) for each in requests]
+        sequences = [engine.add_request(each) for each in requests]
         for dial in (second for first in dials for second in (first, *dials)):  # from every one to every other
-            for request in requests:
-                request.obey(dial)
+            for sequence in sequences:
+                sequence.set_dial(dial)
             for _ in range(3):
                 engine.step()
-        for answer in answers:
-            engine.cancel(answer)
-    assert (set(runner._steps), set(runner._reads)) == recorded
+        for sequence in sequences:
+            engine.abort(sequence)
+    assert (set(runner._steps), set(runner._prefills)) == captured
 
 
 def test_grammars_are_followed_though_the_device_works_ahead() -> None:
@@ -123,30 +118,31 @@ def test_grammars_are_followed_though_the_device_works_ahead() -> None:
         Request(prompt, Dial(dial), max_new_tokens=20, block_size=4, grammar=grammar if index % 2 else None)
         for index, (prompt, dial) in enumerate(zip(PROMPTS[:6], ["exact", "exact", "one-token"] * 2, strict=True))
     ]
-    expected = [Decoder(tiny_checkpoint("llama"), [replace(each)]).finish()[0].token_ids for each in requests]
-    assert texts(Engine(on_gpu(tiny_checkpoint("llama")), rows=8, memory=2**24, cost=wide), requests) == expected
+    expected = [Decoder(tiny_checkpoint("llama"), [each]).finish()[0].token_ids for each in requests]
+    assert texts(Engine(on_gpu(tiny_checkpoint("llama")), max_num_seqs=8, memory=2**24, cost=wide), requests) == expected
 
 
 def test_a_step_waits_for_the_device_at_most_once() -> None:
-    engine = Engine(on_gpu(tiny_checkpoint("llama")), rows=8, memory=2**24, cost=wide)
+    engine = Engine(on_gpu(tiny_checkpoint("llama")), max_num_seqs=8, memory=2**24, cost=wide)
     requests = [Request(each, Dial("exact"), max_new_tokens=90, block_size=4) for each in PROMPTS[:4]]
-    answers = [engine.add(each) for each in requests]
+    sequences = [engine.add_request(each) for each in requests]
     for _ in range(3):
         engine.step()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-        steps = engine.steps
-        while engine.running == 4:
+        steps = engine.num_steps
+        while engine.num_running == 4:
             engine.step()
         torch.cuda.set_sync_debug_mode("default")
     waits = [str(each.message) for each in caught if "called a synchronizing" in str(each.message)]
-    assert engine.steps > steps and not waits  # the only wait is for an event, which is not counted
-    engine.finish(answers)
+    assert engine.num_steps > steps and not waits  # the only wait is for an event, which is not counted
+    while not all(each.is_finished for each in sequences):
+        engine.step()
 
 
 def test_memory_is_flat() -> None:
-    engine = Engine(on_gpu(tiny_checkpoint("llama")), rows=4, memory=2**24, cost=wide)
+    engine = Engine(on_gpu(tiny_checkpoint("llama")), max_num_seqs=4, memory=2**24, cost=wide)
     requests = [Request(each, Dial("exact"), max_new_tokens=40, block_size=4) for each in PROMPTS]
     texts(engine, requests)
     used = torch.cuda.memory_allocated()

@@ -5,40 +5,40 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mars.engine.attention import PagedWindows
 from mars.engine.cache import LayerShape, PagedCache
-from mars.engine.layout import Layout, Pending, lay_out
-from mars.method.windows import Shape
+from mars.engine.paged_attention import PagedWindows
+from mars.method.windows import Window, build_windows
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE, PAGES = 16, 40
 
 
-LAYOUTS = {
-    "one-token": Layout(),
-    "chain": Layout.of(Shape(1), 4),
-    "tree=2": Layout.of(Shape(2), 4),
-    "tree": Layout.of(Shape(None), 4),
-    "prefill": Layout(trunk=70),
+WINDOWS = {
+    "one-token": Window(),
+    "chain": Window.of(1, 4),
+    "tree=2": Window.of(2, 4),
+    "tree": Window.of(4, 4),
+    "prefill": Window(drafts=69),
 }
 
 
-def windows_for(layout: Layout, cursors: list[int], counts: list[int], lengths: list[int], cache: PagedCache):
+def windows_for(window: Window, cursors: list[int], counts: list[int], lengths: list[int], cache: PagedCache):
     count = torch.tensor(counts, device=DEVICE)
-    pending = Pending(
-        token=count,
-        claims=torch.zeros(len(counts), max(1, layout.trunk - 1), dtype=torch.long, device=DEVICE),
-        count=count,
-        settled=count < 0,
-        groups=torch.full_like(count, layout.groups),
-        masks=torch.full_like(count, layout.masks),
+    built = build_windows(
+        window,
+        0,
+        last=count,
+        drafts=torch.zeros(len(counts), max(1, window.drafts), dtype=torch.long, device=DEVICE),
+        draft_count=count,
+        emitted=count < 0,
+        groups=torch.full_like(count, window.groups),
+        masks=torch.full_like(count, window.masks),
     )
-    fixed = lay_out(layout, pending, 0)
     table = torch.randperm(PAGES - 1, generator=torch.Generator().manual_seed(0))[: 12 * len(counts)] + 1
-    where = torch.tensor(cursors, device=DEVICE), fixed.batch.offsets, fixed.sight, torch.tensor(lengths, device=DEVICE)
     slots = torch.arange(len(counts), device=DEVICE)
-    return PagedWindows(cache, layout, table.view(len(counts), 12).to(DEVICE), slots, *where)
+    where = slots, torch.tensor(cursors, device=DEVICE), built.visibility, torch.tensor(lengths, device=DEVICE)
+    return PagedWindows(cache, window, table.view(len(counts), 12).to(DEVICE), *where)
 
 
 @pytest.mark.parametrize(
@@ -52,19 +52,19 @@ def windows_for(layout: Layout, cursors: list[int], counts: list[int], lengths: 
     ids=["grouped", "sliding", "capped", "sinks"],
 )
 @pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", WINDOWS)
 def test_the_kernel_is_dense_attention(
     name: str, heads: int, shared: int, size: int, special: dict, splits: int
 ) -> None:
     torch.manual_seed(1)
-    layout = LAYOUTS[name]
-    width = layout.width
+    window = WINDOWS[name]
+    width = window.width
     shape = LayerShape(shared, size, size, torch.float32)
     dense, paged = (PagedCache([shape], PAGES, PAGE, DEVICE) for _ in range(2))
     for one, other in zip(dense.layers[0], paged.layers[0], strict=True):
         other.copy_(one.normal_())
-    cursors, counts = [0, 37, 100], [0, min(1, layout.trunk - 1), layout.trunk - 1]
-    windows = windows_for(layout, cursors, counts, [width, width, 40 if name == "prefill" else width], dense)
+    cursors, counts = [0, 37, 100], [0, min(1, window.drafts), window.drafts]
+    windows = windows_for(window, cursors, counts, [width, width, 40 if name == "prefill" else width], dense)
     query = torch.randn(3, width, heads, size, device=DEVICE).transpose(1, 2)
     key, value = torch.randn(2, 3, shared, width, size, device=DEVICE)
     options = {"scale": 0.3, "sliding": None, "softcap": None, "sinks": None} | special
@@ -72,20 +72,20 @@ def test_the_kernel_is_dense_attention(
         options["sinks"] = options["sinks"].to(DEVICE)
     expected = windows.attend_densely(0, query, key, value, **options)
     windows.cache = paged
-    found = windows.attend_by_kernel(0, query, key, value, **options, splits=splits)
+    found = windows.attend_with_kernel(0, query, key, value, **options, splits=splits)
     for row, length in enumerate(windows.lengths.tolist()):
         torch.testing.assert_close(found[row, :length], expected[row, :length], atol=2e-5, rtol=1e-4)
     for mine, theirs in zip(paged.layers[0], dense.layers[0], strict=True):
         assert torch.equal(mine[1:], theirs[1:])  # page 0 is where padding goes
 
 
-def test_pieces_of_one_text_see_each_other() -> None:
+def test_chunks_of_one_text_see_each_other() -> None:
     torch.manual_seed(2)
-    layout, shape = Layout(trunk=16), LayerShape(2, 16, 16, torch.float32)
+    window, shape = Window(drafts=15), LayerShape(2, 16, 16, torch.float32)
     dense, paged = (PagedCache([shape], PAGES, PAGE, DEVICE) for _ in range(2))
     for one, other in zip(dense.layers[0], paged.layers[0], strict=True):
         other.copy_(one.normal_())
-    windows = windows_for(layout, [5, 21, 37], [15] * 3, [16, 16, 9], dense)
+    windows = windows_for(window, [5, 21, 37], [15] * 3, [16, 16, 9], dense)
     windows.slots.zero_()
     windows.chained = True
     query = torch.randn(3, 4, 16, 16, device=DEVICE)
@@ -93,7 +93,7 @@ def test_pieces_of_one_text_see_each_other() -> None:
     options = {"scale": 0.3, "sliding": None, "softcap": None, "sinks": None}
     expected = windows.attend_densely(0, query, key, value, **options)
     windows.cache = paged
-    found = windows.attend_by_kernel(0, query, key, value, **options)
+    found = windows.attend_with_kernel(0, query, key, value, **options)
     for row, length in enumerate(windows.lengths.tolist()):
         torch.testing.assert_close(found[row, :length], expected[row, :length], atol=2e-5, rtol=1e-4)
     for mine, theirs in zip(paged.layers[0], dense.layers[0], strict=True):

@@ -1,4 +1,4 @@
-"""The books of the cache: any history of taking, sharing and giving back balances."""
+"""The pages of the cache: any history of taking, sharing and giving back leaves none lost."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mars.engine.pages import START, TRASH, Pages
+from mars.engine.pages import NO_PREFIX, PADDING_PAGE, Pages
 
 SIZE = 2
 texts = st.lists(st.integers(0, 1), min_size=0, max_size=9)
 
 
 def store(pages: Pages, text: list[int]) -> list[int]:
-    """Hold a text: share what is known, take the rest, and make its full pages known."""
+    """Hold a text: share what is cached, take the rest, and cache its full pages."""
     found = pages.find(text)
     held = pages.share(found)
     held += pages.take(-(-len(text) // SIZE) - len(held))
-    before = START
+    before = NO_PREFIX
     for index in range(len(text) // SIZE):
-        before = pages.learn(before, text[index * SIZE : (index + 1) * SIZE], held[index])
+        before = pages.cache(before, text[index * SIZE : (index + 1) * SIZE], held[index])
     return held
 
 
@@ -43,7 +43,7 @@ def test_any_history_balances(history: list) -> None:
                     content[mine[index]] = event[: (index + 1) * SIZE]
                 held.append(mine)
         pages.check(held)
-        assert TRASH not in {page for mine in held for page in mine}
+        assert PADDING_PAGE not in {page for mine in held for page in mine}
     for mine in held:
         pages.release(mine)
     pages.check([])
@@ -82,9 +82,9 @@ def test_the_end_of_a_text_is_forgotten_first() -> None:
 def test_books_that_do_not_balance_are_noticed() -> None:
     pages = Pages(4, SIZE)
     held = store(pages, [1, 1])
-    with pytest.raises(RuntimeError, match="books"):
+    with pytest.raises(RuntimeError, match="counted"):
         pages.check([])
-    with pytest.raises(RuntimeError, match="books"):
+    with pytest.raises(RuntimeError, match="counted"):
         pages.check([held, held])
     with pytest.raises(ValueError, match="available"):
         pages.take(3)

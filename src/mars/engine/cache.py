@@ -1,4 +1,4 @@
-"""Keys and values in pages: one store per layer, and a table per row that says where its tokens are."""
+"""Keys and values in pages: one store per layer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mars.decoding.attention import use_windows
-from mars.decoding.forward import check_layers
+from mars.models.attention import forward
 from mars.models.checkpoint import Checkpoint
 
 
@@ -30,7 +29,7 @@ class LayerShape:
 
 
 class _Probe:
-    """Attends to nothing and notes what the layers would store."""
+    """Stands in for attention and notes what the layers would store."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -39,27 +38,25 @@ class _Probe:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
         self.layers[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
-        rows, heads, width, _size = query.shape
-        return query.new_zeros(rows, width, heads, value.shape[3])
+        batch, heads, width, _size = query.shape
+        return query.new_zeros(batch, width, heads, value.shape[3])
 
 
 @torch.inference_mode()
 def layer_shapes(checkpoint: Checkpoint) -> list[LayerShape]:
     """What each layer stores, found out by running a token through the model."""
-    use_windows(checkpoint.module)
     probe, token = _Probe(), torch.zeros(1, 1, dtype=torch.long, device=checkpoint.device)
-    checkpoint.module(input_ids=token, position_ids=token, use_cache=False, windows=probe)
-    check_layers(checkpoint, probe)
+    forward(checkpoint, token, token, probe)
     return [probe.layers[layer] for layer in sorted(probe.layers)]
 
 
 class PagedCache:
-    """Stores (pages, heads, page size, head size) per layer. Who owns which page is decided elsewhere."""
+    """Stores (pages, heads, page size, head size) per layer. `mars.engine.pages` says who uses which page."""
 
     def __init__(self, shapes: list[LayerShape], pages: int, page_size: int, device: torch.device) -> None:
         self.page_size = page_size
         self.is_even = all(shape.key_size == shape.value_size for shape in shapes)
-        """Are keys as long as values? The kernel wants them to be."""
+        """Are keys as long as values? The kernel needs that."""
         self.layers = [
             (
                 _zeros((pages, shape.heads, page_size, shape.key_size), shape.dtype, device),
@@ -68,19 +65,19 @@ class PagedCache:
             for shape in shapes
         ]
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, pages: Tensor, slots: Tensor) -> None:
-        """Store (rows, heads, width, size) keys and values at ``pages`` and ``slots`` (rows, width)."""
+    def write(self, layer: int, keys: Tensor, values: Tensor, pages: Tensor, offsets: Tensor) -> None:
+        """Store (sequences, heads, width, size) keys and values at offsets in pages, (sequences, width) both."""
         for store, new in zip(self.layers[layer], (keys, values), strict=True):
-            store[pages, :, slots] = new.transpose(1, 2)
+            store[pages, :, offsets] = new.transpose(1, 2)
 
     def read(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (rows, heads, tokens, size) of the pages in a table (rows, pages)."""
+        """Keys and values (sequences, heads, tokens, size) of the pages in a table (sequences, pages)."""
         keys, values = (store[table].transpose(1, 2).flatten(2, 3) for store in self.layers[layer])
         return keys, values
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, since an infinity in an invisible slot would poison sums; on a CPU, memory is used once it is written."""
+    """Zeros: an infinity that is masked out would still poison sums. On a CPU, memory is taken once it is written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

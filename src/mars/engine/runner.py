@@ -1,221 +1,141 @@
-"""Runs batches of rows through the model: chunks of their prompts, and the step that decides what comes next."""
+"""Runs the model over the device state and the paged cache: prefill chunks, and steps that decide what comes next."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import time
 
 import torch
 from torch import Tensor
 
-from mars.decoding.attention import use_windows
-from mars.decoding.forward import check_layers, within
-from mars.engine.attention import PagedWindows
 from mars.engine.cache import PagedCache
-from mars.engine.layout import FixedWindows, Layout, lay_out
-from mars.engine.state import State
-from mars.method.acceptance import Dial, DialBatch, DialFeatures, decide, likelihoods
-from mars.method.sampling import Features, Sampling, SamplingBatch, mark, token_bias
+from mars.engine.device_state import DeviceState
+from mars.engine.paged_attention import PagedWindows
+from mars.engine.step import PADDING_SLOT, PrefillInputs, StepInputs, StepOutputs
+from mars.method.acceptance import decide, logprobs
+from mars.method.sampling import SamplingParams, bias_tensor, token_mask
 from mars.method.tensors import send
+from mars.method.visibility import Visibility
+from mars.method.windows import Window, WindowBatch
+from mars.models.attention import forward
 from mars.models.checkpoint import Checkpoint
 
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A piece of a row's text whose keys and values are to be cached."""
-
-    slot: int
-    start: int
-    tokens: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """How one row takes part in a step."""
-
-    slot: int
-    dial: Dial
-    sampling: Sampling
-    groups: int
-    """Most groups of masks it may have"""
-    masks: int
-    """Masks in each of its groups"""
-    likelihoods: bool = False
-    """Does it want to know how likely its tokens were?"""
-    restricted: bool = False
-    """Does it follow a grammar?"""
-
-    def numbers(self, vocabulary: int) -> list[float]:
-        mine = [self.slot, self.dial.checks, self.groups, self.masks]
-        return [*mine, *self.dial.numbers(), *self.sampling.numbers(vocabulary)]
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The rows of a step."""
-
-    numbers: Tensor
-    """(rows, …): `Terms.numbers`, on the host"""
-    features: Features
-    dials: DialFeatures
-
-    @classmethod
-    def of(cls, rows: Sequence[Terms], vocabulary: int) -> Batch:
-        features = replace(
-            Features.of([row.sampling for row in rows]),
-            likelihoods=any(row.likelihoods for row in rows),
-            restricts=any(row.restricted for row in rows),
-        )
-        return cls(
-            torch.tensor([row.numbers(vocabulary) for row in rows], dtype=torch.float64),
-            features,
-            DialFeatures.of([row.dial for row in rows]),
-        )
-
-
-class Result:
-    """What a step decided, on its way to the host."""
-
-    def __init__(self, numbers: Tensor) -> None:
-        self._numbers = numbers
-        self._arrived: torch.cuda.Event | None = None
-        if numbers.is_cuda:
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._numbers.copy_(numbers, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-
-    def read(self) -> list[list[int]]:
-        """For each row: claims accepted, masks trusted, drafts, token; for each claim, does it agree; the drafts; and
-        the bits of `likelihoods`, if some row wants them."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        found: list[list[int]] = self._numbers.tolist()
-        return found
+CONTEXT = 64
+"""Cached tokens of the sequences whose steps are timed"""
+ROUNDS = 3
+"""The fastest of so many is taken: other work on the machine only ever adds time"""
 
 
 class Runner:
-    """The model over the rows' state and cache. It knows slots and pages, and nothing of requests."""
+    """The model over slots and pages; it knows nothing of requests."""
 
-    PIECE = 64
-    """Most places of a window when a prompt is read; longer ones are cut into several windows"""
+    CHUNK = 64
+    """Most tokens of a window in prefill; longer chunks are cut into several windows"""
 
-    def __init__(self, checkpoint: Checkpoint, state: State, cache: PagedCache) -> None:
+    def __init__(self, checkpoint: Checkpoint, state: DeviceState, cache: PagedCache, block_size: int) -> None:
         self.checkpoint = checkpoint
         self.state = state
         self.cache = cache
-        self._by_kernel = cache.is_even and checkpoint.device.type == "cuda"
-        self._ends = send(mark(checkpoint.end_tokens, checkpoint.vocabulary), checkpoint.device)
-        self._ban = send(token_bias([Sampling()], checkpoint.vocabulary, checkpoint.mask_token_id), checkpoint.device)
+        self.block_size = block_size
+        self.windows = [Window(), *(Window.of(groups, block_size) for groups in range(1, block_size + 1))]
+        """All shapes that steps ordinarily have"""
+        vocabulary = checkpoint.vocabulary
+        self._uses_kernel = cache.is_even and checkpoint.device.type == "cuda"
+        self._ends = send(token_mask(checkpoint.end_tokens, vocabulary), checkpoint.device)
+        self._bias = send(bias_tensor([SamplingParams()], vocabulary, checkpoint.mask_token_id), checkpoint.device)
+        """Keeps the mask token from being sampled"""
 
     @torch.inference_mode()
-    def prefill(self, chunks: Sequence[Chunk]) -> None:
-        """Cache pieces of text, all rows together."""
-        longest = max(len(chunk.tokens) for chunk in chunks)
-        reach = max(chunk.start + len(chunk.tokens) for chunk in chunks)
-        self.read(send(pieces(chunks, min(longest, self.PIECE)), self.state.device), reach)
+    def prefill(self, chunks: list[tuple[int, int, list[int]]]) -> None:
+        """Cache chunks of texts, given by slot, start and tokens, all together."""
+        width = min(max(len(tokens) for _, _, tokens in chunks), self.CHUNK)
+        inputs = PrefillInputs(send(PrefillInputs.of(chunks, width).matrix, self.state.device))
+        self._run_prefill(inputs, longest=max(start + len(tokens) for _, start, tokens in chunks))
 
     @torch.inference_mode()
-    def decode(self, batch: Batch, layout: Layout, reach: int) -> Result:
-        """Launch one step of every row; no row's window ends behind ``reach``. The state moves on with it."""
-        numbers = send(batch.numbers, self.state.device)
-        return Result(self.step(numbers, layout, batch.features, batch.dials, reach))
+    def step(self, inputs: StepInputs, window: Window, longest: int) -> StepOutputs:
+        """Dispatch one step of every sequence; no window ends behind ``longest``. The state moves on with it."""
+        integers, floats = (send(each, self.state.device) for each in (inputs.integers, inputs.floats))
+        sent = StepInputs(integers, floats, inputs.features, inputs.dial_features)
+        return self._run_step(sent, window, longest).to_host(len(inputs))
 
-    def read(self, numbers: Tensor, reach: int | None = None) -> None:
-        """Run windows (slot, start, length, tokens …) of prompts through the model, on the device alone."""
-        slots, starts, lengths = numbers[:, :3].T.contiguous()
-        tokens = numbers[:, 3:]
-        offsets = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens), 1)
-        layout = Layout(tokens.shape[1])
-        self._forward(tokens, self._windows(layout, slots, starts, offsets, offsets + 1, lengths, reach, True), keep=1)
+    # --- cost
 
-    def step(
-        self,
-        numbers: Tensor,
-        layout: Layout,
-        features: Features,
-        dials: DialFeatures,
-        reach: int | None = None,
-    ) -> Tensor:
-        """Lay the windows out, run them, decide, and move the state on, all on the device; returns the decisions."""
-        fixed, cursors, lengths, slots = self.prepare(numbers, layout)
-        windows = self._windows(layout, slots, cursors, fixed.batch.offsets, fixed.sight, lengths, reach)
-        logits = self._forward(fixed.batch.tokens, windows, keep=0).view(*fixed.batch.tokens.shape, -1)
-        return self.conclude(numbers, fixed, logits, features, dials)
+    def padded_size(self, num_seqs: int) -> int:
+        """Sequences in a step, padding included, that has so many real ones."""
+        return num_seqs
 
-    def prepare(self, numbers: Tensor, layout: Layout) -> tuple[FixedWindows, Tensor, Tensor, Tensor]:
-        """What the rows feed: their windows, cursors, lengths and slots."""
-        slots, _, groups, masks = numbers[:, :4].long().T.contiguous()
-        fixed = lay_out(layout, self.state.pending(slots, groups, masks), self.checkpoint.mask_token_id or 0)
-        cursors = self.state.cursor[slots]
-        return fixed, cursors, torch.full_like(cursors, layout.width), slots
+    def measured_steps(self, num_seqs: int) -> list[tuple[int, Window]]:  # noqa: ARG002, the same for any number here
+        """Steps to time, by sequences and window, for the cost of steps with so many sequences."""
+        chain = Window.of(1, self.block_size)
+        return [(1, Window()), (1, chain), (1, Window.of(self.block_size, self.block_size)), (8, chain)]
 
-    def conclude(
-        self,
-        numbers: Tensor,
-        fixed: FixedWindows,
-        logits: Tensor,
-        features: Features,
-        dials: DialFeatures,
-    ) -> Tensor:
-        """What the rows emit, and the state behind it."""
-        state, split = self.state, 4 + DialBatch.NUMBERS
-        slots, checks = numbers[:, :2].long().unbind(1)
-        bias = self._ban + state.bias(slots) if features.biases else self._ban
+    def time_step(self, num_seqs: int, window: Window) -> float:
+        """Seconds of a step of padding."""
+        inputs = StepInputs.padding(num_seqs, self.block_size, self.checkpoint.vocabulary)
+        seconds = []
+        for _ in range(ROUNDS):
+            self.state.put([(PADDING_SLOT, CONTEXT, 0, [], True)])
+            started = time.perf_counter()
+            self.step(inputs, window, CONTEXT + window.width).wait()
+            seconds.append(time.perf_counter() - started)
+        return min(seconds)
+
+    # --- on the device alone
+
+    def _run_prefill(self, inputs: PrefillInputs, longest: int | None = None) -> None:
+        tokens = inputs.tokens
+        columns = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens), 1)
+        zeros = torch.zeros_like(columns)
+        visibility = Visibility(zeros, zeros, columns, columns)
+        window = Window(drafts=tokens.shape[1] - 1)
+        where = (inputs.slots, inputs.starts, visibility, inputs.lengths, longest)
+        self._forward(tokens, self._attention(window, *where, chained=True), logits_to_keep=1)
+
+    def _run_step(self, inputs: StepInputs, window: Window, longest: int | None = None) -> StepOutputs:
+        """Build the windows, run them, decide, and move the state on."""
+        windows, cursors, lengths, slots = self._prepare(inputs, window)
+        attention = self._attention(window, slots, cursors, windows.visibility, lengths, longest)
+        return self._decide(inputs, windows, self._forward(windows.tokens, attention))
+
+    def _prepare(self, inputs: StepInputs, window: Window) -> tuple[WindowBatch, Tensor, Tensor, Tensor]:
+        """What the sequences feed: windows, cursors, lengths and slots."""
+        windows = self.state.windows(window, inputs, self.checkpoint.mask_token_id or 0)
+        cursors = self.state.cursor[inputs.slots]
+        return windows, cursors, torch.full_like(cursors, window.width), inputs.slots.contiguous()
+
+    def _decide(self, inputs: StepInputs, windows: WindowBatch, logits: Tensor) -> StepOutputs:
+        """What the sequences emit, and the state after it."""
+        state, slots, features = self.state, inputs.slots, inputs.features
+        bias = self._bias + state.logit_bias(slots) if features.biases else self._bias
         decision = decide(
-            fixed.batch,
+            windows,
             logits,
-            DialBatch(numbers[:, 4:split], dials),
-            SamplingBatch(numbers[:, split:], bias, features, self._ends),
+            inputs.dials,
+            inputs.sampling(bias, self._ends),
             positions=state.cursor[slots],
-            settled=state.settled[slots],
-            allowed=state.allowed(slots, fixed.batch.claims.shape[1] + 1) if features.restricts else None,
-            **(state.history(slots) if features.penalises else {}),
+            emitted=state.drafts_emitted[slots],
+            allowed=state.grammar_mask(slots, windows.drafts.shape[1] + 1) if features.grammar else None,
+            **(state.token_counts(slots) if features.penalises else {}),
         )
-        state.commit(slots, fixed.batch.claims, decision, checks.bool(), penalises=features.penalises)
-        scalars = [decision.accepted, decision.trusted, decision.draft_count, decision.token]
-        columns = [torch.stack(scalars, 1), decision.agrees, decision.drafts]
-        if features.likelihoods:
-            likely = likelihoods(fixed.batch, logits, decision, self._ban)
-            columns.append(likely.float().view(torch.int32).flatten(1))  # as they are, bit by bit
-        return torch.cat(columns, 1)
+        state.advance(inputs, windows.drafts, decision)
+        known = logprobs(windows, logits, decision, self._bias) if features.logprobs else None
+        return StepOutputs.of(decision, known)
 
-    def _windows(
+    def _attention(
         self,
-        layout: Layout,
+        window: Window,
         slots: Tensor,
         cursors: Tensor,
-        offsets: Tensor,
-        sight: Tensor,
+        visibility: Visibility,
         lengths: Tensor,
-        reach: int | None,
+        longest: int | None,
+        *,
         chained: bool = False,
     ) -> PagedWindows:
-        table = self.state.table
-        where = (slots, cursors, offsets, sight, lengths, reach, chained)
-        return PagedWindows(self.cache, layout, table, *where, by_kernel=self._by_kernel)
+        where = (self.state.page_table, slots, cursors, visibility, lengths, longest, chained)
+        return PagedWindows(self.cache, window, *where, uses_kernel=self._uses_kernel)
 
-    def _forward(self, tokens: Tensor, windows: PagedWindows, keep: int) -> Tensor:
-        """Logits of the last ``keep`` tokens, or of all if it is 0."""
-        positions = within(self.checkpoint.context, windows.positions)
-        use_windows(self.checkpoint.module)
-        output = self.checkpoint.module(
-            input_ids=tokens.flatten()[None],
-            position_ids=positions.flatten()[None],
-            use_cache=False,
-            logits_to_keep=keep,
-            windows=windows,
-        )
-        check_layers(self.checkpoint, windows)
-        logits: Tensor = output.logits
-        return logits
-
-
-def pieces(chunks: Sequence[Chunk], width: int) -> list[list[int]]:
-    """Chunks as windows of one width: slot, start, length and tokens of each."""
-    return [
-        [chunk.slot, chunk.start + first, len(part), *part, *[0] * (width - len(part))]
-        for chunk in chunks
-        for first in range(0, len(chunk.tokens), width)
-        for part in [chunk.tokens[first : first + width]]
-    ]
+    def _forward(self, tokens: Tensor, windows: PagedWindows, logits_to_keep: int = 0) -> Tensor:
+        """Logits (tokens, vocabulary) of the last tokens, or of all."""
+        positions = windows.positions.flatten()[None]
+        return forward(self.checkpoint, tokens.flatten()[None], positions, windows, logits_to_keep)[0]

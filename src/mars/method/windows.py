@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mars.errors import MarsError
-from mars.method.visibility import Visibility
+from mars.method.visibility import PADDING, Visibility, visibility_table
 
 NO_GROUP = -1
 """Stands for the start of a mask group that does not exist"""
@@ -151,3 +151,21 @@ def build_windows(
         masks=window.masks,
         starts=torch.arange(len(last), device=device) * window.width,
     )
+
+
+def visible_in_cache(windows: Visibility, cursors: Tensor, length: int, sliding: int | None = None) -> Tensor:
+    """(sequences, width, length): what the tokens of windows see of a cache where each window follows its cursor.
+
+    Before the cursor (sequences,) is the text, behind the window there is nothing.
+    """
+    width = windows.position.shape[1]
+    index = torch.arange(length, device=cursors.device).expand(len(cursors), -1)
+    offset = index - cursors[:, None]
+    column = offset.clamp(0, width - 1)
+    keys = Visibility(
+        document=torch.where(offset < width, 0, PADDING),
+        group=torch.where(offset < 0, 0, windows.group.gather(1, column)),
+        position=torch.where(offset < 0, offset, windows.position.gather(1, column)),
+        reach=index,
+    )
+    return visibility_table(windows, keys, sliding)

@@ -1,0 +1,1 @@
+"""What every decoder shares: requests, sequences in progress, outputs, grammars."""

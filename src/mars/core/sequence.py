@@ -1,0 +1,143 @@
+"""A sequence: the whole state of a request in progress, as the host knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from mars.core.grammar import GrammarMatcher, grammar_compiler
+from mars.core.output import Emission, Logprob, RequestOutput
+from mars.core.request import ModelInfo, Request, default_dial
+from mars.method.acceptance import Dial
+from mars.method.sampling import SamplingParams
+
+
+class StepResult(NamedTuple):
+    """What a forward decided for one sequence; see `mars.method.acceptance.Decision`."""
+
+    accepted: int
+    token: int
+    agrees: list[bool]
+    """For each draft that the window had room for"""
+    drafts: list[int]
+    trusted: int
+    logprobs: list[Logprob]
+    """At each verified position, if some sequence of the batch asked for them"""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    request: Request
+    dial: Dial
+    """In effect for the next forward"""
+    sampling: SamplingParams
+    """The request's, with a seed"""
+    max_tokens: int
+    end_tokens: frozenset[int]
+    matcher: GrammarMatcher | None
+    output: RequestOutput
+    tokens: list[int]
+    """Prompt and generated text, up to the last token"""
+    drafts: list[int] = field(default_factory=list)
+    drafts_emitted: bool = True
+    """Were the drafts emitted already, unchecked?"""
+    cursor: int = 0
+    """How many of the tokens have their keys and values cached"""
+
+    # What follows is the engine's.
+    order: tuple[int, int] = (0, 0)
+    """Priority and number of arrival: the smaller, the sooner it runs"""
+    slot: int | None = None
+    """Its index in the device state; None while it waits"""
+    admissions: int = 0
+    """How often it was given a slot: results of an earlier admission do not count any more"""
+    awaits_result: bool = False
+    """Its grammar must see the result of its last step before the next one"""
+    trusts_masks: bool = False
+    """Did the last step dispatched for it emit predictions of masks unchecked?"""
+    pages: list[int] = field(default_factory=list)
+    cached_pages: int = 0
+    """How many of its pages are full and in the prefix cache"""
+    page_hash: int = 0
+    """Of the last one of those"""
+
+    @classmethod
+    def of(cls, request: Request, model: ModelInfo, dial: Dial | None = None) -> Sequence:
+        """``dial``: for a request that has none of its own, by default the model's."""
+        request.validate(model)
+        first = len(request.prompt) + request.min_new_tokens if request.min_new_tokens else 0
+        matcher = None if request.grammar is None else grammar_compiler(model).matcher(request.grammar)
+        sequence = cls(
+            request=request,
+            dial=Dial("one-token"),
+            sampling=replace(request.sampling.seeded(), min_position=first),
+            max_tokens=request.max_tokens(model),
+            end_tokens=frozenset() if request.ignore_end else model.end_tokens,
+            matcher=matcher,
+            output=RequestOutput(),
+            tokens=list(request.prompt),
+        )
+        sequence.set_dial(request.dial or dial or default_dial(model))
+        return sequence
+
+    def __lt__(self, other: Sequence) -> bool:
+        return self.order < other.order
+
+    @property
+    def is_finished(self) -> bool:
+        return self.output.finish_reason is not None
+
+    @property
+    def is_prefilled(self) -> bool:
+        return self.cursor == len(self.tokens) - 1
+
+    @property
+    def room(self) -> int:
+        """How many tokens may still be generated."""
+        return self.max_tokens - self.output.num_tokens
+
+    def set_dial(self, dial: Dial) -> None:
+        """Turn the dial; a request whose tokens must all be verified takes `exact` instead of `threshold`."""
+        if dial.kind == "threshold" and self.request.needs_verification:
+            dial = Dial("exact")
+        self.dial = dial
+        self.output.dial = str(dial)
+
+    def process(self, result: StepResult, dial: Dial) -> tuple[int, int] | None:
+        """Take what a forward with this dial decided: emit tokens and set up the next window.
+
+        Returns how many drafts it verified and how many were accepted, if they waited for that.
+        """
+        drafts, verified = self.drafts[: len(result.agrees)], None
+        accepted = [*drafts[: result.accepted], result.token]
+        agrees = [*result.agrees[: result.accepted], True]
+        emitted, logprobs = accepted, result.logprobs
+        if self.drafts_emitted:
+            emitted, logprobs = [result.token], logprobs[result.accepted :]
+        elif drafts:
+            verified = (len(drafts), result.accepted)
+        self.emit(emitted + result.drafts[: result.trusted], agrees, logprobs)
+        if self.matcher is not None and not self.is_finished and not self.matcher.advance(accepted):
+            self.output.finish("length")  # the grammar has grown beyond llguidance's limits
+        self.awaits_result = False
+        self.tokens += accepted
+        self.cursor = len(self.tokens) - 1
+        self.drafts_emitted = not dial.verifies
+        self.drafts = result.drafts[: result.trusted] if self.drafts_emitted else result.drafts
+        return verified
+
+    def emit(self, tokens: list[int], agrees: list[bool], logprobs: SequenceOf[Logprob] = ()) -> int:
+        """Put one forward's tokens out, up to an end token or the most that may come; returns how many these are.
+
+        ``agrees`` goes on where the verdicts so far end: first for tokens emitted before, then for these.
+        """
+        tokens = tokens[: self.room]
+        end = next((index for index, token in enumerate(tokens, 1) if token in self.end_tokens), None)
+        tokens = tokens[:end]
+        late, top = self.output.num_tokens - self.output.num_verified, self.request.logprobs
+        known = [] if top is None else [Logprob(each.logprob, each.top[:top]) for each in logprobs[: len(tokens)]]
+        self.output.add(Emission(tokens, agrees[: late + len(tokens)], known))
+        if end is not None or not self.room:
+            self.output.finish("length" if end is None else "stop")
+        return len(tokens)

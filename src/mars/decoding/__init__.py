@@ -1,1 +1,0 @@
-"""Plain batched decoding over transformers' own modules: the reference that faster paths are held against."""

@@ -1,0 +1,95 @@
+"""Attention of a step's windows over the paged cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mars.engine.cache import PagedCache
+from mars.engine.pages import PADDING_PAGE
+from mars.method.visibility import Visibility
+from mars.method.windows import Window, visible_in_cache
+from mars.models.attention import dense_attention, fold_mask
+
+
+@dataclass(slots=True)
+class PagedWindows:
+    """The windows of one forward. They follow the cursors in the text, and so they do in the sequences' pages.
+
+    The model gets them as one long sequence of tokens, window behind window, so that its layers know a single shape.
+    """
+
+    cache: PagedCache
+    window: Window
+    page_table: Tensor
+    """(slots, pages): which pages hold a slot's tokens, in order"""
+    slots: Tensor
+    """(sequences,)"""
+    cursors: Tensor
+    """(sequences,): how many tokens stand before each window"""
+    visibility: Visibility
+    """(sequences, width) each"""
+    lengths: Tensor
+    """(sequences,): how many tokens of each window are not padding"""
+    longest: int | None = None
+    """No window ends behind this position, where that is known"""
+    chained: bool = False
+    """May a window follow another one of the same slot? Then all are stored before one attends."""
+    uses_kernel: bool = False
+    """The Triton kernel needs a GPU"""
+    calls: int = 0
+    slides: bool = False
+    _masks: dict[int | None, Tensor] = field(init=False, default_factory=dict)
+
+    @property
+    def positions(self) -> Tensor:
+        return self.cursors[:, None] + self.visibility.position
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """(1, heads, sequences x width, size) queries in, (1, sequences x width, heads, size) out."""
+        shape = self.visibility.position.shape
+        states = (each[0].unflatten(1, shape).transpose(0, 1) for each in (query, key, value))
+        attend = self.attend_with_kernel if self.uses_kernel else self.attend_densely
+        return attend(layer, *states, **options).flatten(0, 1)[None]
+
+    def attend_with_kernel(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        from mars.engine.kernels.attention import attend_and_store
+
+        return attend_and_store(
+            query,
+            key,
+            value,
+            self.cache.layers[layer],
+            window=self.window,
+            page_table=self.page_table,
+            slots=self.slots,
+            cursors=self.cursors,
+            positions=self.visibility.position,
+            reach=self.visibility.reach,
+            lengths=self.lengths,
+            chained=self.chained,
+            **options,
+        )
+
+    def attend_densely(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, sliding: int | None, **options: Any
+    ) -> Tensor:
+        """The same in plain torch, for a CPU and as the kernel's oracle."""
+        columns = torch.arange(self.window.width, device=self.page_table.device)
+        at, size, table = self.cursors[:, None] + columns, self.cache.page_size, self._tables()
+        pages = table.gather(1, (at // size).clamp(max=table.shape[1] - 1))
+        pages = torch.where(columns < self.lengths[:, None], pages, PADDING_PAGE)
+        self.cache.write(layer, key, value, pages, at % size)
+        keys, values = self.cache.read(layer, table)
+        if sliding not in self._masks:
+            visible = visible_in_cache(self.visibility, self.cursors, table.shape[1] * size, sliding)
+            self._masks[sliding] = fold_mask(visible, query, key)
+        return dense_attention(query, keys, values, self._masks[sliding], **options)
+
+    def _tables(self) -> Tensor:
+        """(sequences, pages), as far as they matter."""
+        pages = None if self.longest is None else -(-self.longest // self.cache.page_size)
+        return self.page_table[self.slots, :pages]

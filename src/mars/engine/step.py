@@ -1,0 +1,196 @@
+"""What crosses between host and device in a step: `StepInputs` down, `StepOutputs` up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mars.core.output import Logprob
+from mars.core.sequence import Sequence, StepResult
+from mars.method.acceptance import MEASURES, Decision, Dial, DialFeatures, DialTensors
+from mars.method.sampling import Features, SamplingParams, SamplingTensors
+
+PADDING_SLOT = 0
+"""Batches are filled up with this slot of the device state; nothing reads what it holds."""
+INTEGERS = ("slot", "verifies", "groups", "masks", "measure", *SamplingTensors.INTEGERS)
+FLOATS = ("tolerance", "trust", *SamplingTensors.FLOATS)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What a step is told of its sequences: two matrices, so that they are sent in two copies, read by name."""
+
+    integers: Tensor
+    """(`INTEGERS`, sequences)"""
+    floats: Tensor
+    """(`FLOATS`, sequences)"""
+    features: Features
+    dial_features: DialFeatures
+
+    @classmethod
+    def of(cls, sequences: SequenceOf[Sequence], groups: SequenceOf[int], vocabulary: int) -> StepInputs:
+        """On the host. ``groups``: most mask groups of each sequence's window."""
+        features = replace(
+            Features.of([each.sampling for each in sequences]),
+            logprobs=any(each.request.logprobs is not None for each in sequences),
+            grammar=any(each.matcher is not None for each in sequences),
+        )
+        columns = [
+            _column(each.slot or PADDING_SLOT, each.dial, each.sampling, count, each.request.block_size, vocabulary)
+            for each, count in zip(sequences, groups, strict=True)
+        ]
+        return cls(*_matrices(columns), features, DialFeatures.of([each.dial for each in sequences]))
+
+    @classmethod
+    def padding(cls, count: int, block_size: int, vocabulary: int) -> StepInputs:
+        column = _column(PADDING_SLOT, Dial("exact"), SamplingParams(seed=0), block_size, block_size, vocabulary)
+        return cls(*_matrices([column] * count), Features(), DialFeatures())
+
+    def __len__(self) -> int:
+        return self.integers.shape[1]
+
+    @property
+    def slots(self) -> Tensor:
+        return self.integers[0]
+
+    @property
+    def verifies(self) -> Tensor:
+        """Do the dials verify drafts before they are emitted?"""
+        return self.integers[1].bool()
+
+    @property
+    def groups(self) -> Tensor:
+        return self.integers[2]
+
+    @property
+    def masks(self) -> Tensor:
+        return self.integers[3]
+
+    @property
+    def dials(self) -> DialTensors:
+        return DialTensors(self.floats[0], self.floats[1], self.integers[4], self.dial_features)
+
+    def sampling(self, bias: Tensor, ends: Tensor) -> SamplingTensors:
+        named = dict(zip(SamplingTensors.INTEGERS, self.integers[5:].unbind(), strict=True))
+        named |= dict(zip(SamplingTensors.FLOATS, self.floats[2:].unbind(), strict=True))
+        return SamplingTensors(**named, bias=bias, features=self.features, ends=ends)
+
+
+Column = tuple[list[int], list[float]]
+
+
+def _column(slot: int, dial: Dial, sampling: SamplingParams, groups: int, block_size: int, vocabulary: int) -> Column:
+    masks = block_size - 1 if dial.uses_masks else 0
+    integers = [slot, int(dial.verifies), groups, masks, MEASURES.index(dial.measure), *sampling.integers(vocabulary)]
+    return integers, [dial.tolerance, dial.trust, *sampling.floats()]
+
+
+def _matrices(columns: SequenceOf[Column]) -> tuple[Tensor, Tensor]:
+    integers, floats = zip(*columns, strict=True)
+    return torch.tensor(integers).T.contiguous(), torch.tensor(floats, dtype=torch.float64).T.contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """What a step decided, a row per sequence."""
+
+    decisions: Tensor
+    """(sequences, 4 + drafts + masks): accepted, trusted, draft count and token, then `agrees`, then drafts"""
+    drafts: int
+    """Columns of `agrees`"""
+    logprobs: Tensor | None = None
+    """(sequences, verified positions, 1 + top): of the token there, and of the top ones"""
+    top_ids: Tensor | None = None
+    """(sequences, verified positions, top)"""
+    arrived: torch.cuda.Event | None = None
+    """When the tensors are on the host, if they are on their way"""
+
+    @classmethod
+    def of(cls, decision: Decision, logprobs: tuple[Tensor, Tensor, Tensor] | None) -> StepOutputs:
+        """``logprobs``: what `mars.method.acceptance.logprobs` found, if some sequence wants them."""
+        scalars = [decision.accepted, decision.trusted, decision.draft_count, decision.token]
+        decisions = torch.cat([torch.stack(scalars, 1), decision.agrees, decision.drafts], 1)
+        if logprobs is None:
+            return cls(decisions, decision.agrees.shape[1])
+        chosen, ids, top = logprobs
+        return cls(decisions, decision.agrees.shape[1], torch.cat([chosen[:, :, None], top], 2), ids)
+
+    def to_host(self, count: int) -> StepOutputs:
+        """Start copying the first ``count`` rows to the host; `results` waits until they are there."""
+        if not self.decisions.is_cuda:
+            return self
+        logprobs, top_ids = (
+            None if each is None else _pinned_copy(each[:count]) for each in (self.logprobs, self.top_ids)
+        )
+        decisions = _pinned_copy(self.decisions[:count])
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return StepOutputs(decisions, self.drafts, logprobs, top_ids, arrived)
+
+    def wait(self) -> None:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+
+    def results(self, wants_logprobs: SequenceOf[bool]) -> list[StepResult]:
+        """What was decided for each sequence, with logprobs for those that want them."""
+        self.wait()
+        results = []
+        for row, (accepted, trusted, count, token, *rest) in enumerate(self.decisions.tolist()):
+            logprobs = self._logprobs(row) if wants_logprobs[row] else []
+            agrees, drafts = rest[: self.drafts], rest[self.drafts :][:count]
+            results.append(StepResult(accepted, token, agrees, drafts, trusted, logprobs))
+        return results
+
+    def _logprobs(self, row: int) -> list[Logprob]:
+        assert self.logprobs is not None and self.top_ids is not None
+        positions = zip(self.logprobs[row].tolist(), self.top_ids[row].tolist(), strict=True)
+        return [Logprob(chosen, list(zip(ids, top, strict=True))) for (chosen, *top), ids in positions]
+
+
+def _pinned_copy(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillInputs:
+    """Chunks of texts whose keys and values are to be cached: one matrix, sent in one copy, read by name."""
+
+    matrix: Tensor
+    """(chunks, 3 + width)"""
+
+    @classmethod
+    def of(cls, chunks: SequenceOf[tuple[int, int, SequenceOf[int]]], width: int) -> PrefillInputs:
+        """On the host: slot, start and tokens of each chunk; chunks longer than ``width`` are cut into several."""
+        rows = [
+            [slot, start + first, len(part), *part, *[0] * (width - len(part))]
+            for slot, start, tokens in chunks
+            for first in range(0, len(tokens), width)
+            for part in [tokens[first : first + width]]
+        ]
+        return cls(torch.tensor(rows))
+
+    @classmethod
+    def padding(cls, count: int, width: int) -> PrefillInputs:
+        return cls(torch.zeros(count, 3 + width, dtype=torch.long))
+
+    def __len__(self) -> int:
+        return len(self.matrix)
+
+    @property
+    def slots(self) -> Tensor:
+        return self.matrix[:, 0].contiguous()
+
+    @property
+    def starts(self) -> Tensor:
+        return self.matrix[:, 1].contiguous()
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.matrix[:, 2].contiguous()
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.matrix[:, 3:]

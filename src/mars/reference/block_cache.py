@@ -1,0 +1,83 @@
+"""The paper's cache for batches: all sequences work on a block until the slowest has filled it, then it is cached.
+
+Sequences that are done with their block keep taking part in the forwards but emit nothing. A cursor per sequence, as
+the plain decoder and the engine have it, does away with that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import torch
+from torch import Tensor
+
+from mars.core.output import RequestOutput
+from mars.core.request import Request
+from mars.core.sequence import Sequence
+from mars.errors import MarsError
+from mars.method.tensors import send
+from mars.method.windows import Window
+from mars.models.checkpoint import Checkpoint
+from mars.reference.cache import Cache, forward_windows, prefill, windows_of
+from mars.reference.common import emit, greedy_sequence, mask_token, predicted, without_mask
+
+
+class _Block:
+    """A sequence and the block it works on."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence
+        self.tokens = sequence.tokens
+        self.cached = len(self.tokens) - 1
+        self.start = len(self.tokens)
+        self.trusted = 0
+        """Tokens at the end of the text that masks predicted and nothing has verified"""
+
+    def is_filled(self, size: int) -> bool:
+        return self.sequence.is_finished or len(self.tokens) - self.start >= size
+
+    def read(self, logits: Tensor) -> None:
+        """Emit by the paper's rule from logits that begin at the last verified token."""
+        ar_choice = logits[: self.trusted].argmax(1).tolist()
+        unverified = self.tokens[len(self.tokens) - self.trusted :]
+        agrees = [mine == ar for mine, ar in zip(unverified, ar_choice, strict=True)]
+        tokens = predicted(logits[self.trusted :], self.sequence.dial)
+        taken = emit(self.sequence, tokens, [*agrees, True])
+        self.trusted = taken - 1
+        self.tokens += tokens[:taken]
+
+
+@torch.inference_mode()
+def block_cache(checkpoint: Checkpoint, requests: SequenceOf[Request], cached_block: int) -> list[RequestOutput]:
+    """Decode a batch with the dial's threshold, caching ``cached_block`` tokens at a time.
+
+    A run of accepted tokens may reach past the end of its block; the block ends a little later then.
+    """
+    if cached_block < 1:
+        raise MarsError(f"cached_block must be at least 1, not {cached_block}")
+    mask_token(checkpoint)
+    blocks = [_Block(greedy_sequence(checkpoint, request)) for request in requests]
+    masks = [request.block_size - 1 for request in requests]
+    most = max(len(each.tokens) + each.sequence.max_tokens for each in blocks)
+    cache = Cache(len(blocks), most + 2 * (cached_block + max(masks) + 1))
+    texts = {row: each.tokens[:-1] for row, each in enumerate(blocks)}
+    prefill(checkpoint, cache, texts, dict.fromkeys(texts, 0))
+    rows = torch.arange(len(blocks), device=checkpoint.device)
+    while not all(each.sequence.is_finished for each in blocks):
+        fed = [each.tokens[each.cached :] for each in blocks]
+        window = Window(max(map(len, fed)) - 1, 1, max(masks))
+        windows = windows_of(checkpoint, window, [(tokens[0], tokens[1:]) for tokens in fed], masks=masks)
+        cursors = send([each.cached for each in blocks], checkpoint.device)
+        logits = without_mask(checkpoint, forward_windows(checkpoint, cache, rows, cursors, windows))
+        if all(each.is_filled(cached_block) for each in blocks):
+            for each in blocks:
+                each.start = len(each.tokens)
+        for each, tokens, own, count in zip(blocks, fed, logits.split(window.width), masks, strict=True):
+            if each.start == len(each.tokens) and not each.sequence.is_finished:
+                each.cached = len(each.tokens)  # the first forward of a block has just written the block before it
+            if not each.is_filled(cached_block):
+                verified = own[len(tokens) - each.trusted - 1 : len(tokens)]
+                each.read(torch.cat([verified, own[window.verified : window.verified + count]]))
+            elif not each.sequence.is_finished:
+                emit(each.sequence, [], [])  # idle: the forward was paid for
+    return [each.sequence.output for each in blocks]
