@@ -65,7 +65,16 @@ class RequestOutput:
 
     def since(self, forwards: int) -> RequestOutput:
         """What came after so many forwards."""
-        return RequestOutput(self.request_id, self.emissions[forwards:], self.finish_reason)
+        later = RequestOutput(self.request_id, finish_reason=self.finish_reason)
+        later.add(*self.emissions[forwards:])
+        return later
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Outputs cross from process to process many times a second: verdicts are left out where all are positive."""
+        plain = [not each.logprobs and each.agrees == [True] * len(each.token_ids) for each in self.emissions]
+        packed = [each[0] if is_plain else tuple(each) for each, is_plain in zip(self.emissions, plain, strict=True)]
+        rest = (self.times, self.finish_reason, self.dial, self.seconds, self.draft_forwards)
+        return _unpack, (self.request_id, packed, *rest)
 
     def cut(self, forwards: int, tokens: int) -> None:
         """Keep the first forwards, and of the last of these its first tokens."""
@@ -143,6 +152,23 @@ class RequestOutput:
             "finish_reason": self.finish_reason,
             "dial": self.dial,
         }
+
+
+def _unpack(
+    request_id: int,
+    packed: list[list[int] | tuple[list[int], list[bool], list[Logprob]]],
+    times: list[float],
+    finish_reason: FinishReason | None,
+    dial: str,
+    seconds: float,
+    draft_forwards: int,
+) -> RequestOutput:
+    output = RequestOutput(request_id, [], finish_reason, dial, seconds=seconds, draft_forwards=draft_forwards)
+    output.add(
+        *(Emission(*each) if isinstance(each, tuple) else Emission(each, [True] * len(each), []) for each in packed)
+    )
+    output.times = times
+    return output
 
 
 class OutputProcessor:

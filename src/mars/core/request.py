@@ -74,6 +74,10 @@ class Request:
         """Must every token be verified? Logprobs and grammars are only known for those."""
         return self.logprobs is not None or self.grammar is not None
 
+    def follow(self, dial: Dial) -> Dial:
+        """The dial as far as the request can follow: `exact` instead of `threshold` where all must be verified."""
+        return Dial("exact") if dial.kind == "threshold" and self.needs_verification else dial
+
     def max_tokens(self, model: ModelInfo) -> int:
         """Most tokens that can be generated: what was asked for, or what the model's context leaves."""
         return min(self.max_new_tokens, (model.context or sys.maxsize) - len(self.prompt))

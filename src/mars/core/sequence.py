@@ -98,11 +98,9 @@ class Sequence:
         return self.max_tokens - self.output.num_tokens
 
     def set_dial(self, dial: Dial) -> None:
-        """Turn the dial; a request whose tokens must all be verified takes `exact` instead of `threshold`."""
-        if dial.kind == "threshold" and self.request.needs_verification:
-            dial = Dial("exact")
-        self.dial = dial
-        self.output.dial = str(dial)
+        """Turn the dial of this sequence alone, as far as its request can follow."""
+        self.dial = self.request.follow(dial)
+        self.output.dial = str(self.dial)
 
     def process(self, result: StepResult, dial: Dial) -> tuple[int, int] | None:
         """Take what a forward with this dial decided: emit tokens and set up the next window.

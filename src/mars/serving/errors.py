@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from mars.engine import QueueFullError
 from mars.errors import MarsError
-from mars.serving.backend import EngineGoneError
+from mars.serving.engine_client import EngineGoneError
 
 RETRY_SECONDS = "1"
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mars.method.acceptance import Dial
-from mars.serving.backend import Backend
-from mars.serving.messages import FromEngine, News
+from mars.serving.engine_client import EngineClient
+from mars.serving.messages import EngineOutputs, FromEngine
 
 TICK = 0.1
 """Seconds between two looks at the load"""
@@ -188,37 +188,37 @@ class Governor:
 
 def ladder(strict: Dial, floor: Dial | None) -> list[Dial]:
     """From a lossless dial to the floor, with one step in between; without a loose floor, there is nowhere to go."""
-    if floor is None or not floor.is_loose or floor.value is None:
+    if floor is None or not floor.is_lossy or floor.value is None:
         return [strict]
     between = Dial(floor.kind, round((1 + floor.value) / 2, 4), floor.measure)
     return [strict, between, floor]
 
 
 class Meter:
-    """Reads the load off what the engine says."""
+    """Reads the load off the engine's messages."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
         self._last: dict[int, float] = {}
-        """When a request was last heard of"""
+        """When a request last emitted tokens"""
         self._spent, self._written = 0.0, 0
-        backend.listeners.append(self._hear)
+        client.listeners.append(self._receive)
 
     def read(self) -> Load:
         """What was seen since it was last read."""
         per_token = self._spent / self._written if self._written else None
-        load = Load(self._backend.gauges.running, per_token, self._written, self._backend.longest_wait)
-        self._last = {number: heard for number, heard in self._last.items() if number in self._backend.open}
+        load = Load(self._client.load.running, per_token, self._written, self._client.longest_wait)
+        self._last = {number: when for number, when in self._last.items() if number in self._client.open}
         self._spent, self._written = 0.0, 0
         return load
 
-    def _hear(self, message: FromEngine) -> None:
-        if not isinstance(message, News):
+    def _receive(self, message: FromEngine) -> None:
+        if not isinstance(message, EngineOutputs):
             return
         now = time.perf_counter()
-        for each in message.written:
-            if (last := self._last.pop(each.number, None)) is not None:
+        for each in message.outputs:
+            if (last := self._last.pop(each.request_id, None)) is not None:
                 self._spent += now - last
-                self._written += sum(map(len, each.steps))
+                self._written += each.num_tokens
             if each.finish_reason is None:
-                self._last[each.number] = now
+                self._last[each.request_id] = now

@@ -1,4 +1,4 @@
-"""What the server and the engine's process say to each other."""
+"""What the server and the engine's process tell each other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
-from mars.decoding.request import FinishReason, Likelihood, Request
+from mars.core.output import RequestOutput
+from mars.core.request import Request
 from mars.method.acceptance import Dial
 from mars.models.settings import Settings
 
@@ -14,21 +15,19 @@ from mars.models.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    number: int
+class AddRequest:
+    request_id: int
     request: Request
-    follows: bool
-    """Does it obey the server's dial, now and when that is turned?"""
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
-    number: int
+class AbortRequest:
+    request_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """The server's dial from now on."""
+class SetDial:
+    """Of all requests that have none of their own, from now on."""
 
     dial: Dial
 
@@ -38,14 +37,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class WarmingUp:
-    """It has loaded its model and gets ready."""
+    """The model is loaded, and the engine gets ready."""
 
     done: int
     total: int
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class EngineReady:
     """What the server needs to know of the model that was loaded."""
 
     name: str
@@ -60,55 +59,33 @@ class Ready:
     def block_size(self) -> int:
         return self.settings.block_size if self.settings else 1
 
-    @property
-    def dial(self) -> Dial:
-        """The model's own"""
-        return Dial.parse(self.settings.dial if self.settings else "one-token")
-
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    number: int
+class RequestRefused:
+    request_id: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """What came out of a request since it was last heard of."""
-
-    number: int
-    steps: list[list[int]]
-    """The tokens of each forward"""
-    checked: int
-    agreed: int
-    """Both of the whole answer so far"""
-    finish_reason: FinishReason | None
-    likelihoods: list[Likelihood] = field(default_factory=list)
-    """Of the tokens, if they were asked for"""
-
-
-@dataclass(frozen=True, slots=True)
-class Gauges:
+class EngineLoad:
     running: int = 0
     waiting: int = 0
-    pages_used: float = 0.0
-    """Share of the cache"""
+    cache_usage: float = 0.0
+    """Share of the pages in use"""
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """After a step."""
+class EngineOutputs:
+    """What requests have emitted since the last message, and how busy the engine is."""
 
-    written: list[Written]
-    gauges: Gauges = field(default_factory=Gauges)
+    outputs: list[RequestOutput]
+    load: EngineLoad = field(default_factory=EngineLoad)
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """The engine cannot go on."""
-
+class EngineFailed:
     reason: str
 
 
-FromServer = Ask | Drop | Turn
-FromEngine = WarmingUp | Ready | Refused | News | Failed
+ToEngine = AddRequest | AbortRequest | SetDial
+FromEngine = WarmingUp | EngineReady | RequestRefused | EngineOutputs | EngineFailed

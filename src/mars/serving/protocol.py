@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from mars.decoding.grammar import json_grammar
+from mars.core.grammar import json_grammar
 from mars.method.acceptance import Dial
-from mars.method.sampling import Sampling
+from mars.method.sampling import SamplingParams
 from mars.serving.tools import Style, Toolbox
 
 TokenBias = Annotated[float, Field(ge=-100, le=100)]
@@ -26,7 +26,7 @@ class StreamOptions(Strict):
     """Ours: how many tokens and characters each forward wrote"""
 
 
-class Completing(Strict):
+class BaseCompletionRequest(Strict):
     """What both kinds of completion have in common."""
 
     model: str
@@ -63,7 +63,7 @@ class Completing(Strict):
         return None if dial is None else str(Dial.parse(dial))
 
     @model_validator(mode="after")
-    def _fitting(self) -> Completing:
+    def _fitting(self) -> BaseCompletionRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream=true")
         return self
@@ -75,16 +75,16 @@ class Completing(Strict):
 
     @property
     def alternatives(self) -> int | None:
-        """Of each token, how many it wants the likelihood of besides; None: none, nor its own"""
+        """How many alternatives of each token it wants logprobs of; None: no logprobs at all"""
         raise NotImplementedError
 
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
-    def sampling(self, choice: int) -> Sampling:
+    def sampling(self, choice: int) -> SamplingParams:
         """For one of the ``n`` choices: with a seed, each gets one of its own."""
-        return Sampling(
+        return SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
@@ -209,7 +209,7 @@ class NamedTool(Strict):
     function: FunctionName
 
 
-class ChatCompletionRequest(Completing):
+class ChatCompletionRequest(BaseCompletionRequest):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -266,7 +266,7 @@ class ChatCompletionRequest(Completing):
 Tokens = Annotated[list[int], Field(min_length=1)]
 
 
-class CompletionRequest(Completing):
+class CompletionRequest(BaseCompletionRequest):
     prompt: str | Tokens | Annotated[list[str] | list[Tokens], Field(min_length=1, max_length=128)]
     max_tokens: Annotated[int, Field(ge=1)] = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

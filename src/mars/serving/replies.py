@@ -12,7 +12,8 @@ from uuid import uuid4
 
 from transformers import PreTrainedTokenizerBase
 
-from mars.decoding.request import Answer, Likelihood
+from mars.core.output import Logprob, RequestOutput
+from mars.serving.engine_client import RequestStream
 from mars.serving.tools import Call, CallReader, Toolbox
 
 LEAST = -9999.0
@@ -20,21 +21,21 @@ LEAST = -9999.0
 KINDS = {"chat.completion": "chatcmpl", "text_completion": "cmpl"}
 
 
-def usage(prompt_tokens: int, answers: Sequence[Answer]) -> dict[str, int]:
-    written = sum(len(answer.token_ids) for answer in answers)
+def usage(prompt_tokens: int, outputs: Sequence[RequestOutput]) -> dict[str, int]:
+    written = sum(output.num_tokens for output in outputs)
     return {"prompt_tokens": prompt_tokens, "completion_tokens": written, "total_tokens": prompt_tokens + written}
 
 
-def figures(answers: Sequence[Answer]) -> dict[str, Any]:
-    """What our users want to know besides: how fast it went, and at what price."""
-    forwards = sum(len(answer.steps) for answer in answers)
-    tokens = sum(len(answer.token_ids) for answer in answers)
-    checked = sum(answer.checked for answer in answers)
+def figures(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """What OpenAI's format has no place for: the dial, and what it brought."""
+    forwards = sum(output.forwards for output in outputs)
+    tokens = sum(output.num_tokens for output in outputs)
+    verified = sum(output.num_verified for output in outputs)
     return {
-        "dial": str(answers[0].request.dial),
+        "dial": outputs[0].dial,
         "forwards": forwards,
         "tokens_per_forward": round(tokens / max(1, forwards), 4),
-        "agreement": round(sum(answer.agreed for answer in answers) / checked, 4) if checked else 1.0,
+        "agreement": round(sum(output.num_agreed for output in outputs) / verified, 4) if verified else 1.0,
     }
 
 
@@ -61,52 +62,55 @@ class Reply:
     def is_chat(self) -> bool:
         return self.kind == "chat.completion"
 
-    def whole(self, prompt_tokens: int, answers: Sequence[Answer], texts: Sequence[str]) -> dict[str, Any]:
-        choices = []
-        for index, (answer, text) in enumerate(zip(answers, texts, strict=True)):
+    def whole(self, prompt_tokens: int, streams: Sequence[RequestStream]) -> dict[str, Any]:
+        choices, outputs = [], [stream.output for stream in streams]
+        for index, stream in enumerate(streams):
+            text = stream.output.text
             said, calls = self._read(index, text, last=True)
             message: dict[str, Any] = {"role": "assistant", "content": None if calls and not said else said}
             if calls:
                 message["tool_calls"] = [each.as_dict() for each in calls]
-            choice = self._choice(index, {"message": message}, {"text": text}, answer)
-            choices.append(choice | {"logprobs": self._logprobs(answer, 0)})
-        return self._head(self.kind, choices) | {"usage": usage(prompt_tokens, answers), "mars": figures(answers)}
+            choice = self._choice(index, {"message": message}, {"text": text}, stream.output)
+            choices.append(choice | {"logprobs": self._logprobs(stream, 0)})
+        return self._head(self.kind, choices) | {"usage": usage(prompt_tokens, outputs), "mars": figures(outputs)}
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """A chat's first chunk says who speaks."""
         return self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, {}) if self.is_chat else None
 
-    def text(self, index: int, known: int, answer: Answer, *, by_forward: bool) -> dict[str, Any]:
-        """What the forwards after the ``known`` ones wrote; ``mars.forwards`` has tokens and characters of each."""
-        pieces, steps = answer.pieces[known:], answer.steps[known:]
+    def text(self, index: int, sent: int, stream: RequestStream, *, by_forward: bool) -> dict[str, Any]:
+        """What came after the first ``sent`` forwards; ``mars.forwards`` has tokens and characters of each."""
+        pieces, steps = stream.output.pieces[sent:], stream.output.steps[sent:]
         text = "".join(pieces)
         chunk = self._chunk(index, {"delta": self._delta(index, text)}, {"text": text})
-        chunk["choices"][0]["logprobs"] = self._logprobs(answer, len(answer.token_ids) - sum(steps))
+        chunk["choices"][0]["logprobs"] = self._logprobs(stream, stream.output.num_tokens - sum(steps))
         if by_forward:
             sizes = [[tokens, len(piece)] for tokens, piece in zip(steps, pieces, strict=True)]
             chunk["mars"] = {"forwards": sizes}
         return chunk
 
-    def closing(self, index: int, answer: Answer) -> dict[str, Any]:
-        return self._chunk(index, {"delta": self._delta(index, "", last=True)}, {"text": ""}, answer)
+    def closing(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        return self._chunk(index, {"delta": self._delta(index, "", last=True)}, {"text": ""}, output)
 
-    def account(self, prompt_tokens: int, answers: Sequence[Answer]) -> dict[str, Any]:
+    def account(self, prompt_tokens: int, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The last chunk, for those who asked for it."""
         head = self._head(self._chunk_kind, [])
-        return head | {"usage": usage(prompt_tokens, answers), "mars": figures(answers)}
+        return head | {"usage": usage(prompt_tokens, outputs), "mars": figures(outputs)}
 
     @property
     def _chunk_kind(self) -> str:
         return "chat.completion.chunk" if self.is_chat else self.kind
 
     def _chunk(
-        self, index: int, chat: dict[str, Any], plain: dict[str, Any], answer: Answer | None = None
+        self, index: int, chat: dict[str, Any], plain: dict[str, Any], output: RequestOutput | None = None
     ) -> dict[str, Any]:
-        return self._head(self._chunk_kind, [self._choice(index, chat, plain, answer)])
+        return self._head(self._chunk_kind, [self._choice(index, chat, plain, output)])
 
-    def _choice(self, index: int, chat: dict[str, Any], plain: dict[str, Any], answer: Answer | None) -> dict[str, Any]:
+    def _choice(
+        self, index: int, chat: dict[str, Any], plain: dict[str, Any], output: RequestOutput | None
+    ) -> dict[str, Any]:
         content = chat if self.is_chat else plain
-        reason: str | None = answer.finish_reason if answer else None
+        reason: str | None = output.finish_reason if output else None
         if reason == "stop" and index in self._readers and self._readers[index].called:
             reason = "tool_calls"
         return {"index": index, **content, "logprobs": None, "finish_reason": reason}
@@ -128,28 +132,27 @@ class Reply:
         rest, more = reader.flush() if last else ("", [])
         return said + rest, calls + more
 
-    def _logprobs(self, answer: Answer, start: int) -> dict[str, Any] | None:
+    def _logprobs(self, stream: RequestStream, start: int) -> dict[str, Any] | None:
         """Of the tokens from ``start`` on, without the one that ends the text."""
-        if answer.request.logprobs is None:
+        if stream.request.logprobs is None:
             return None
-        known = zip(answer.token_ids[start:], answer.likelihoods[start:], strict=True)
-        shown = [(token, likely) for token, likely in known if not answer.is_end(token)]
+        tokens, logprobs = stream.output.token_ids, stream.output.logprobs
+        known = zip(tokens[start:], logprobs[start:], strict=True)
+        shown = [(token, logprob) for token, logprob in known if token not in stream.end_tokens]
         if self.is_chat:
-            return {"content": [self._entry(token, likely) for token, likely in shown], "refusal": None}
+            return {"content": [self._entry(token, logprob) for token, logprob in shown], "refusal": None}
         words = [self._word(token) for token, _ in shown]
-        before = sum(len(self._word(token)) for token in answer.token_ids[:start])
+        before = sum(len(self._word(token)) for token in tokens[:start])
         return {
             "tokens": words,
-            "token_logprobs": [_finite(likely.logprob) for _, likely in shown],
-            "top_logprobs": [
-                {self._word(each): _finite(logprob) for each, logprob in likely.best} for _, likely in shown
-            ],
+            "token_logprobs": [_finite(logprob.logprob) for _, logprob in shown],
+            "top_logprobs": [{self._word(each): _finite(value) for each, value in logprob.top} for _, logprob in shown],
             "text_offset": list(accumulate(map(len, words), initial=before))[:-1],
         }
 
-    def _entry(self, token: int, likely: Likelihood) -> dict[str, Any]:
-        best = [self._scored(each, logprob) for each, logprob in likely.best]
-        return self._scored(token, likely.logprob) | {"top_logprobs": best}
+    def _entry(self, token: int, logprob: Logprob) -> dict[str, Any]:
+        top = [self._scored(each, value) for each, value in logprob.top]
+        return self._scored(token, logprob.logprob) | {"top_logprobs": top}
 
     def _scored(self, token: int, logprob: float) -> dict[str, Any]:
         word = self._word(token)

@@ -20,11 +20,12 @@ from mars.errors import MarsError
 from mars.method.acceptance import Dial
 from mars.models import builtin
 from mars.serving import logs
-from mars.serving.app import Rules, Service, create_app
-from mars.serving.backend import Backend
+from mars.serving.app import create_app
+from mars.serving.engine_client import EngineClient
+from mars.serving.engine_process import EngineOptions
 from mars.serving.governor import Target
 from mars.serving.messages import FromEngine, WarmingUp
-from mars.serving.worker import EngineOptions
+from mars.serving.service import Rules, Service
 
 DRAIN_SECONDS = 30
 
@@ -37,7 +38,7 @@ class Serving:
     floor: Dial | None
     host: str
     port: int
-    rows: int
+    max_num_seqs: int
     memory: float | None
     max_waiting: int
     max_new_tokens: int | None
@@ -52,7 +53,7 @@ class Serving:
 
 
 def run(serving: Serving) -> None:
-    """Serve until somebody says stop; then what is running may end within `DRAIN_SECONDS`."""
+    """Serve until told to stop; then what is running may end within `DRAIN_SECONDS`."""
     rules = Rules(
         serving.api_key,
         serving.admin_key,
@@ -72,20 +73,21 @@ def run(serving: Serving) -> None:
 async def _serve(serving: Serving, rules: Rules) -> None:
     console = Console(stderr=True, highlight=False)
     listening = _listen(serving.host, serving.port)
-    backend = Backend(
+    client = EngineClient(
         EngineOptions(
             serving.model,
             serving.name,
             serving.adapter,
-            rows=serving.rows,
+            max_num_seqs=serving.max_num_seqs,
             memory=serving.memory,
             max_waiting=serving.max_waiting,
             warm_up=serving.warm_up,
             dials=tuple({*EngineOptions("").dials, *filter(None, (serving.dial, serving.floor))}),
         )
     )
-    backend.dial = serving.dial
-    backend.start()
+    if serving.dial is not None:
+        client.set_dial(serving.dial)
+    client.start()
     try:
         with console.status(f"Loading {serving.model} …") as status:
 
@@ -93,10 +95,10 @@ async def _serve(serving: Serving, rules: Rules) -> None:
                 if isinstance(message, WarmingUp):
                     status.update(f"Warming up: {message.done} of {message.total}")
 
-            backend.listeners.append(show)
-            await backend.ready()
-            backend.listeners.remove(show)
-        service = Service(backend, rules, auto=serving.auto, target=serving.target)
+            client.listeners.append(show)
+            await client.ready()
+            client.listeners.remove(show)
+        service = Service(client, rules, auto=serving.auto, target=serving.target)
         governing = asyncio.create_task(service.govern())
         config = uvicorn.Config(
             create_app(service),
@@ -106,13 +108,13 @@ async def _serve(serving: Serving, rules: Rules) -> None:
             lifespan="off",
         )
         gc.collect()
-        gc.freeze()  # as the worker does
+        gc.freeze()  # as the engine's process does
         host, port = listening.getsockname()[:2]
         announce = partial(console.print, f"Serving {service.name} on http://{host}:{port}", markup=False)
         await _Server(config, announce).serve(sockets=[listening])
         governing.cancel()
     finally:
-        await backend.stop()
+        await client.stop()
 
 
 class _Server(uvicorn.Server):

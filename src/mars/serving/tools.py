@@ -14,8 +14,8 @@ from uuid import uuid4
 
 from transformers import PreTrainedTokenizerBase
 
-from mars.decoding.grammar import json_grammar, json_rule, lark_grammar
-from mars.decoding.text import overlap
+from mars.core.grammar import json_grammar, json_rule, lark_grammar
+from mars.core.output import overlap
 from mars.errors import MarsError
 from mars.models.prompts import encode_chat
 
