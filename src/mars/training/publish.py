@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import mars
-from mars.integrations.generate import ship
+from mars.integrations.transformers.bundle import ship
 from mars.models import Checkpoint, Settings, load_checkpoint
 from mars.models.loading import ADAPTER_FILE
 from mars.models.saving import save_checkpoint

@@ -8,43 +8,37 @@ or, if the model itself was loaded with ``trust_remote_code=True``, just ``model
 
 The model has learned to read mask tokens: given ``… x M M M``, its ordinary next-token logits at ``x`` and at the three
 masks predict the next four tokens. The first of the four is the prediction of the autoregressive (AR) model itself; the
-other three are guesses. The *dial* says what becomes of them:
+other three are drafts. The *dial* says what becomes of them:
 
 ``one-token``    no masks: the AR model
-``exact``        a guess is a draft: the next forward feeds it, which tells what the AR model would have written in its
-                 place, and it is emitted only if that is the same. Same text as the AR model, or same distribution.
-``relaxed=δ``    a draft also passes if the AR model gives it at least δ times the probability of its best token
-``threshold=τ``  guesses are emitted unchecked, from the left, while the top probability of their mask is at least τ
+``exact``        the next forward feeds the drafts, which tells what the AR model would have written in their place, and
+                 emits those that are the same. The text or the distribution is the AR model's, up to rounding.
+``relaxed=δ``    a draft is also accepted if the AR model gives it at least δ times its top probability
+``threshold=τ``  drafts are emitted unchecked, from the left, while the top probability of their mask is at least τ
 
-A forward thus feeds a window ``decided text that is not cached yet | drafts | masks``. It checks the drafts, yields the
-AR model's own token behind the last draft that passed, and, if all of them passed, the next guesses.
+A forward thus feeds a window ``text that is not cached yet | drafts | masks``. It verifies the drafts, yields the AR
+model's own token behind the accepted ones, and, if all of them were accepted, the next drafts.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation import BaseStreamer
-from transformers.generation import logits_process as process
 
-PENALTIES = {"repetition_penalty": (process.RepetitionPenaltyLogitsProcessor, 1)}
-TRUNCATIONS = {
-    "temperature": (process.TemperatureLogitsWarper, 1),
-    "top_k": (process.TopKLogitsWarper, 0),
-    "top_p": (process.TopPLogitsWarper, 1),
-    "min_p": (process.MinPLogitsWarper, 0),
-}
-"""Sampling options in the order in which they apply: what applies them, and the value that switches them off"""
-HONOURED = {"mars", "dial", "max_new_tokens", "max_length", "eos_token_id", "pad_token_id", "do_sample"}
+from mars.method.acceptance import Decision, Dial, DialTensors, decide
+from mars.method.sampling import SamplingParams, SamplingTensors, argmax
+from mars.method.windows import Window, build_windows
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+SUPPORTED = {"mars", "dial", "max_new_tokens", "max_length", "eos_token_id", "pad_token_id", "do_sample", *SAMPLING}
 WITHOUT_EFFECT = {"bos_token_id", "use_cache", "trust_remote_code", "transformers_version", "_from_model_config"}
-KNOWN = {*HONOURED, *WITHOUT_EFFECT, *PENALTIES, *TRUNCATIONS}
 OFF: dict[str, object] = {
     **dict.fromkeys(["num_beams", "num_beam_groups", "num_return_sequences", "length_penalty"], 1),
     **dict.fromkeys(["typical_p", "encoder_repetition_penalty", "guidance_scale"], 1),
@@ -77,7 +71,7 @@ def generate(
     ``tokens``, ``forwards`` and ``tokens_per_forward``, over all rows.
     """
     options = _options(model, generation_config, kwargs)
-    method = Method.read(options)
+    method = Method.of(options)
     ids = _prompts(inputs, input_ids)
     limit = _limit(options, ids.shape[1])
     ends = [] if options.get("eos_token_id") is None else torch.as_tensor(options["eos_token_id"]).flatten().tolist()
@@ -93,25 +87,19 @@ def generate(
 
 
 def _decode(model: PreTrainedModel, prompt: Tensor, limit: int, ends: list[int], method: Method) -> Iterator[Tensor]:
-    """Continue one prompt; yields the run of tokens that each forward emits."""
+    """Continue one prompt; yields the tokens that each forward emits."""
     cache = DynamicCache()  # made without a config, sliding layers keep their whole past, so it can be rolled back
-    text, drafts, noise = prompt, prompt[:0], None
+    text, drafts, noise = prompt, prompt[:0], dict[int, Tensor]()
     while room := limit + len(prompt) - len(text):
         masks = max(0, min(method.masks, room - 1 - len(drafts)))
-        beliefs, scores = _forward(model, cache, text, drafts, masks, method)
-        noise = method.noise(scores, noise)
-        choices = (scores + noise).argmax(1)
-        accepted = method.check(drafts, choices, beliefs, scores)
-        run = torch.cat([drafts[:accepted], choices[accepted : accepted + 1]])[:room]
-        cache.crop(len(text) + accepted - cache.get_seq_length())  # negative: forget masks and failed drafts
-
-        # Masks stand behind the last draft; if it or one before it failed, they have guessed on from a wrong text.
-        start = len(drafts) + 1 if accepted == len(drafts) else len(scores)
-        drafts, noise = choices[start:], noise[start:]
-        if not method.checks:
-            run = torch.cat([run, drafts[: method.trusted(beliefs[start:])]])
-            drafts, noise = drafts[:0], noise[:0]
-
+        window = Window(len(drafts), int(masks > 0), masks)
+        decision = _decide(model, cache, text, drafts, window, method, noise)
+        accepted = int(decision.accepted)
+        run = torch.cat([drafts[:accepted], decision.token])[:room]
+        cache.crop(len(text) + accepted - cache.get_seq_length())  # negative: drop masks and rejected drafts
+        drafts = decision.drafts[0, : int(decision.draft_count)]
+        if not method.dial.verifies:
+            run, drafts = torch.cat([run, drafts[: int(decision.trusted)]]), drafts[:0]
         stops = torch.isin(run, run.new_tensor(ends)).nonzero()
         yield run[: int(stops[0]) + 1] if len(stops) else run
         if len(stops):
@@ -119,102 +107,81 @@ def _decode(model: PreTrainedModel, prompt: Tensor, limit: int, ends: list[int],
         text = torch.cat([text, run])
 
 
-def _forward(
-    model: PreTrainedModel, cache: DynamicCache, text: Tensor, drafts: Tensor, masks: int, method: Method
-) -> tuple[Tensor, Tensor]:
-    """Beliefs and scores at the last decided token, the drafts and the masks."""
-    fresh = text[cache.get_seq_length() :]
-    window = torch.cat([fresh, drafts, fresh.new_full((masks,), method.mask)])
-    tail = 1 + len(drafts) + masks
-    output = model(input_ids=window[None], past_key_values=cache, use_cache=True, logits_to_keep=tail)
-    return method.read_logits(output.logits[0, -tail:].to(text.device), text, drafts)
+def _decide(
+    model: PreTrainedModel,
+    cache: DynamicCache,
+    text: Tensor,
+    drafts: Tensor,
+    window: Window,
+    method: Method,
+    noise: dict[int, Tensor],
+) -> Decision:
+    """Feed a window behind the text that is not cached yet, and decide from its logits."""
+    one = torch.ones(1, dtype=torch.long, device=text.device)
+    windows = build_windows(
+        window,
+        method.mask,
+        last=text[-1:],
+        drafts=drafts[None],
+        draft_count=one * len(drafts),
+        emitted=one < 0,
+        groups=one,
+        masks=one * window.masks,
+    )
+    fed = torch.cat([text[cache.get_seq_length() : -1], windows.tokens[0]])[None]
+    output = model(input_ids=fed, past_key_values=cache, use_cache=True, logits_to_keep=window.width)
+    logits = output.logits[0, -window.width :].to(text.device)
+    made = SamplingTensors.of([method.sampling], logits.shape[1], method.mask, text.device)
+    sampling = TorchSampling(**{name: getattr(made, name) for name in SamplingTensors.__slots__}, noise=noise)
+    history = {}
+    if method.sampling.penalises:
+        seen = torch.zeros(1, logits.shape[1], dtype=torch.bool, device=text.device)
+        seen[0, text] = True
+        history = {"seen": seen, "counts": torch.zeros_like(seen, dtype=torch.float)}
+    dials = DialTensors.of([method.dial], text.device)
+    return decide(windows, logits, dials, sampling, positions=one * len(text) - 1, emitted=one < 0, **history)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchSampling(SamplingTensors):
+    """Samples with noise from torch's generator, so that `torch.manual_seed` repeats a text.
+
+    A position keeps its noise: a draft is sampled with the noise that its verification will use.
+    """
+
+    noise: dict[int, Tensor] = field(default_factory=dict)
+
+    def sample(self, scores: Tensor, positions: Tensor) -> Tensor:
+        if self.features.greedy or not positions.numel():
+            return argmax(scores)
+        return argmax(scores + torch.stack([self._noise(at, scores[0, 0]) for at in positions[0].tolist()]))
+
+    def _noise(self, position: int, like: Tensor) -> Tensor:
+        if position not in self.noise:
+            self.noise[position] = -torch.empty_like(like).exponential_().log()
+        return self.noise[position]
 
 
 @dataclass(frozen=True)
 class Method:
-    """How a call decodes: its dial and its sampling.
-
-    Two things matter for a position. *Beliefs* are the model's logits after the repetition penalty. *Scores* are what a
-    token is drawn by: beliefs after temperature and truncation. A draw is the best score after noise (Gumbel's); greedy
-    is a draw without. A draft is drawn and checked with the same noise, so it passes if it is what the AR model draws.
-    """
+    """How a call decodes."""
 
     mask: int
     masks: int
-    checks: bool
-    value: float
-    """δ or τ; 1 where the dial has none"""
-    samples: bool
-    penalise: LogitsProcessorList
-    truncate: LogitsProcessorList
+    dial: Dial
+    sampling: SamplingParams
 
     @classmethod
-    def read(cls, options: dict[str, Any]) -> Method:
+    def of(cls, options: dict[str, Any]) -> Method:
         settings = options.get("mars")
         if not isinstance(settings, dict) or not {"mask_token_id", "block_size"} <= settings.keys():
             raise ValueError("this checkpoint has no MARS settings: they belong under `mars` in generation_config.json")
-        kind, value = _parse(str(options.get("dial") or settings.get("dial", "exact")))
-        masks = 0 if kind == "one-token" else settings["block_size"] - 1
-        samples = bool(options.get("do_sample"))
-        penalise, truncate = _processors(options, PENALTIES), _processors(options, TRUNCATIONS if samples else {})
-        return cls(settings["mask_token_id"], masks, kind != "threshold", value, samples, penalise, truncate)
-
-    def read_logits(self, logits: Tensor, text: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
-        """Beliefs and scores, (positions, vocabulary); the mask token is in neither."""
-        logits = logits.float()
-        logits[:, self.mask] = -math.inf
-        seen = torch.cat([text, drafts]).repeat(len(logits), 1)
-        later = torch.ones_like(seen[:, len(text) :], dtype=torch.bool).triu()
-        seen[:, len(text) :].masked_fill_(later, int(text[-1]))  # a token seen twice is penalised once
-        beliefs = self.penalise(seen, logits)
-        return beliefs, self.truncate(seen, beliefs) if self.samples else beliefs
-
-    def noise(self, scores: Tensor, known: Tensor | None) -> Tensor:
-        """For each score: what the drafts were drawn with, then fresh noise."""
-        fresh = torch.zeros_like(scores)
-        if self.samples:
-            fresh = -torch.empty_like(scores).exponential_().log()
-        return fresh if known is None else torch.cat([known, fresh[len(known) :]])
-
-    def check(self, drafts: Tensor, choices: Tensor, beliefs: Tensor, scores: Tensor) -> int:
-        """How many drafts pass, from the left: those that are the AR model's choice, or by δ close to it."""
-        each = torch.arange(len(drafts), device=drafts.device)
-        passes = drafts == choices[each]
-        if self.value < 1 and len(drafts):
-            close = (beliefs[each, drafts] - beliefs[each].amax(1)).exp() >= self.value
-            passes |= close & (scores[each, drafts] > -math.inf)  # what truncation removed stays out
-        return _leading(passes)
-
-    def trusted(self, beliefs: Tensor) -> int:
-        """How many guesses are emitted unchecked, from the left."""
-        return _leading(beliefs.log_softmax(1).amax(1).exp() >= self.value)
-
-
-def _leading(flags: Tensor) -> int:
-    return int(flags.long().cumprod(0).sum())
-
-
-def _processors(options: dict[str, Any], table: dict[str, tuple[Any, int]]) -> LogitsProcessorList:
-    wanted = {name: options[name] for name, (_, off) in table.items() if options.get(name) not in (None, off)}
-    return LogitsProcessorList([table[name][0](value) for name, value in wanted.items()])
-
-
-def _parse(dial: str) -> tuple[str, float]:
-    kind, _, number = dial.strip().partition("=")
-    if kind.startswith("threshold:"):
-        raise ValueError(
-            f"the dial {dial} needs the mars package: here, threshold=τ asks for the top probability alone"
-        )
-    try:
-        value = float(number or 1)
-    except ValueError:
-        value = math.nan
-    takes_number = {"one-token": False, "exact": False, "relaxed": True, "threshold": True}
-    if takes_number.get(kind) != bool(number) or not 0 <= value <= 1 or (kind == "relaxed" and value == 0):
-        raise ValueError(
-            f"unknown dial {dial!r}: use one-token, exact, relaxed=δ (0 < δ ≤ 1) or threshold=τ (0 ≤ τ ≤ 1)"
-        )
-    return kind, value
+        dial = Dial.parse(str(options.get("dial") or settings.get("dial", "exact")))
+        given = {name: options[name] for name in SAMPLING if options.get(name) is not None}
+        sampling = SamplingParams(**{"temperature": 1.0} | given, seed=0)
+        if not options.get("do_sample"):
+            sampling = SamplingParams(repetition_penalty=sampling.repetition_penalty, seed=0)
+        return cls(settings["mask_token_id"], settings["block_size"] - 1 if dial.uses_masks else 0, dial, sampling)
 
 
 def _options(model: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -224,7 +191,9 @@ def _options(model: PreTrainedModel, config: GenerationConfig | None, kwargs: di
         if source is not None:
             options |= {name: value for name, value in source.to_dict().items() if value is not None}
     options |= kwargs
-    refused = [name for name, value in options.items() if name not in KNOWN and not _is_off(name, value)]
+    refused = [
+        name for name, value in options.items() if name not in SUPPORTED | WITHOUT_EFFECT and not _is_off(name, value)
+    ]
     if refused:
         raise ValueError(
             f"MARS decoding does not support {', '.join(refused)}: switch that off, or decode with transformers alone "
