@@ -1,7 +1,7 @@
-"""A transformers model made ready for a GPU: compiled layers, and one product where several share an input.
+"""A transformers model prepared for a GPU: compiled layers, and one product where several share an input.
 
-What is changed is changed for as long as `Compiled.applied` lasts; outside of it the model is its plain self. A step
-is recorded inside of it and replayed ever after, so nothing here needs to be fast.
+The model is changed for as long as `Compiled.applied` lasts. Steps are captured inside of it and replayed outside, so
+nothing here needs to be fast.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from mars.models.builtin import cache_home
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers that are given the same input, by the names that transformers uses"""
 MOST_VARIANTS = 256
-"""Of a compiled function: one per layout, kind of sampling and kind of layer"""
+"""Of a compiled function: one per window, kind of sampling and kind of layer"""
 
 
 class Joint(nn.Module):
-    """Linear layers with a common input as one. Their weights become views of the whole, so nothing is stored twice."""
+    """Linear layers with a common input as one. Their weights become views of its own, so nothing is stored twice."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Joint(nn.Module):
         self.parts: Sequence[Tensor] = ()
 
     def part(self, index: int, x: Tensor) -> Tensor:
-        """What the layer at ``index`` gives. The first one asked computes for all of them, the last one tidies up."""
+        """The output of the layer at ``index``. The first call computes all of them, the last one drops them."""
         if self.input is not x:
             self.input, self.parts = x, linear(x, self.weight, self.bias).split(self.sizes, -1)
         mine = self.parts[index]
@@ -66,7 +66,7 @@ def _join(tensors: Sequence[Tensor]) -> nn.Parameter:
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[nn.Module, str, Part]]:
-    """Where layers can be joined: the module, a layer's name in it, and what goes into its place."""
+    """Where layers can be joined: the module, a layer's name in it, and its replacement."""
     for module in list(model.modules()):
         for names in TOGETHER:
             layers = [getattr(module, name, None) for name in names]
@@ -78,7 +78,7 @@ def _parts(model: nn.Module) -> Iterator[tuple[nn.Module, str, Part]]:
 
 class Compiled:
     def __init__(self, model: PreTrainedModel) -> None:
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "compiled"))  # the next start is quicker
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "compiled"))  # kept for the next start
         children = (each if isinstance(each, nn.ModuleList) else [each] for each in model.get_decoder().children())
         blocks = [each for child in children for each in child if not isinstance(each, nn.Embedding)]
         self._parts = [(module, name, part, getattr(module, name)) for module, name, part in _parts(model)]
@@ -101,5 +101,5 @@ class Compiled:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled once for all numbers of rows."""
+    """Compiled once for all numbers of sequences."""
     return torch.compile(function, dynamic=True)
