@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test test-vllm lint format clean
+.PHONY: demo test test-vllm lint format results clean
 
 demo: $(VENV)/.installed  ## install, fetch the built-in model, show what MARS does
 	$(BIN)/mars demo
@@ -23,6 +23,9 @@ lint: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+results:  ## render the tables of docs/results.md from results/
+	$(PYTHON) benchmarks/render_results.py
 
 clean:
 	rm -rf $(VENV) $(VENV)-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -120,7 +120,8 @@ def main() -> None:
     options = parser.parse_args()
     prompts, categories = read_prompts(options.prompts, options.limit)
     model = mars.load(options.model, adapter=options.adapter, dtype=options.dtype)
-    record: dict[str, Any] = {"options": {key: str(value) for key, value in vars(options).items()}, "dials": {}}
+    asked = {key: str(value) for key, value in vars(options).items()}
+    record: dict[str, Any] = {"options": asked, "requests": len(prompts), "dials": {}}
     answers: dict[str, list[Generation]] = {}
     for name in options.dials:
         dial, _, window = name.partition(" ")

@@ -134,7 +134,7 @@ def chat(
 
 
 @app.command()
-def train(recipe: Annotated[Path, typer.Argument(help="A recipe in YAML; see docs/training.md.")]) -> None:
+def train(recipe: Annotated[Path, typer.Argument(help="A recipe in YAML; see docs/guides/training.md.")]) -> None:
     """Train a model by a recipe; started again after a kill, it goes on where it stopped."""
     from mars.training.recipe import read_recipe
 

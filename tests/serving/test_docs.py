@@ -1,4 +1,4 @@
-"""The commands of docs/serving.md do what the page says."""
+"""The commands of docs/guides/serving.md do what the page says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from tests.serving.conftest import MODEL
 
-PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "serving.md"
 COMMANDS = [
     command
     for block in re.findall(r"```\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -49,7 +49,7 @@ def test_there_are_commands() -> None:
 
 
 def test_the_dashboard_shows_what_there_is(server: str) -> None:
-    dashboard = json.loads((PAGE.parent / "grafana.json").read_text())
+    dashboard = json.loads((PAGE.parents[1] / "grafana.json").read_text())
     with urllib.request.urlopen(f"{server}/metrics") as response:
         there = response.read().decode()
     asked = {

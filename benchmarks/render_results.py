@@ -1,0 +1,280 @@
+"""Render the tables of docs/results.md from the measurements in results/.
+
+    python benchmarks/render_results.py            # or: make results
+    python benchmarks/render_results.py --check    # writes nothing; exits with 1 if the page is stale
+
+A table stands behind its marker, ``<!-- table: NAME -->`` and a blank line. Files in results/ have the shape that the
+script named in their provenance writes with ``--out``, so a new measurement replaces a file as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+MARKER = re.compile(r"(<!-- table: ([\w-]+) -->\n\n)(?:\|.*\n)*\n*")
+
+Read = Callable[[str], Any]
+"""Returns the content of a file in results/, by its name without ``.json``"""
+Row = dict[str, Any]
+Table = Sequence[Sequence[str]]
+"""The header, then the rows"""
+
+QWEN = "conversion-qwen2.5-coder-0.5b"
+SIZES = (1, 8, 32, 128, 256)
+TASKS = ("ifeval", "bbh", "mmlu_pro", "gpqa", "gsm8k", "humaneval")
+
+
+def find(rows: Sequence[Row], **wanted: object) -> Row:
+    """The first row with these values."""
+    for row in rows:
+        if all(row.get(key) == value for key, value in wanted.items()):
+            return row
+    raise LookupError(f"no row with {wanted}")
+
+
+def whole(number: float) -> str:
+    return f"{number:,.0f}"
+
+
+def times(ratio: float, digits: int = 1) -> str:
+    return f"{ratio:.{digits}f} ×"
+
+
+def conversion(read: Read) -> Table:
+    small, others, ties = read("conversion-smollm2-135m"), [read(QWEN), read(f"{QWEN}-kl-only")], read("near-ties-h200")
+
+    def same(count: int, requests: int) -> str:
+        return f"{count} of {requests}"
+
+    def rows() -> Iterator[list[str]]:
+        for name, parts in list(small["dials"].items())[1:]:  # without one-token
+            mine = parts["all"]
+            row = [name.replace(" ", ", "), f"{mine['tokens_per_forward']:.2f}", f"{mine['agreement']:.3f}"]
+            row.append(same(round(mine["same_as_one_token"] * small["requests"]), small["requests"]))
+            for other in others:
+                theirs = other["dials"].get(name, {}).get("all")
+                row += [f"{theirs['tokens_per_forward']:.2f}", f"{theirs['agreement']:.3f}"] if theirs else ["", ""]
+            yield row
+        yield ["exact, bfloat16", "", "", same(ties["identical"], ties["requests"]), "", "", "", ""]
+
+    figures = ["tokens per forward", "agreement"]
+    return [
+        [
+            "",
+            *figures,
+            "answers equal to one-token's",
+            "Qwen: tokens per forward",
+            "agreement",
+            "Qwen, KL alone",
+            "agreement",
+        ],
+        *rows(),
+    ]
+
+
+def ar_cost(read: Read) -> Table:
+    found = [read(name)["drift"] for name in ("conversion-smollm2-135m", QWEN, f"{QWEN}-kl-only")]
+    lines = {
+        "the base model's greedy answers": ("base_on_base", "model_on_base"),
+        "answers of people and other models": ("base_on_texts", "model_on_texts"),
+        "the base's loss on its own greedy answers → on the trained model's": ("base_on_base", "base_on_model"),
+    }
+    rows = [
+        [name, *(f"{each[before]:.4g} → {each[after]:.4g}" for each in found)]
+        for name, (before, after) in lines.items()
+    ]
+    return [["loss in nats per token, base → trained", "SmolLM2", "Qwen", "Qwen, KL alone"], *rows]
+
+
+def engine(read: Read) -> Table:
+    rows = read("engine-h200")["rows"]
+
+    def line(size: int) -> list[str]:
+        vllm = find(rows, peer="vllm", batch_size=size)["tokens_per_second"]
+        one, exact, relaxed, threshold = (
+            find(rows, dial=dial, batch_size=size) for dial in ("one-token", "exact", "relaxed=0.3", "threshold=0.95")
+        )
+        speeds = [row["tokens_per_second"] for row in (one, exact, relaxed, threshold)]
+        return [
+            *(str(size), whole(vllm), whole(speeds[0]), f"**{whole(speeds[1])}**", f"**{times(speeds[1] / vllm)}**"),
+            *(times(exact["ratio_to_one_token"], 2), f"{exact['tokens_per_forward']:.2f}"),
+            *map(whole, speeds[2:]),
+        ]
+
+    head = ["requests", "vLLM", "one-token", "exact", "over vLLM", "over one-token", "tokens per forward"]
+    return [[*head, "relaxed=0.3, chain", "threshold=0.95"], *map(line, SIZES)]
+
+
+def shape(read: Read) -> Table:
+    ours, plugin = (read(f"{name}-7b-shape")["rows"] for name in ("engine-h200", "vllm-plugin-h200"))
+
+    def line(size: int) -> list[str]:
+        vllm, one, chain, two, tree = (
+            find(ours, who=who, batch_size=size)
+            for who in ("vllm", "one-token", "exact chain", "exact tree=2", "exact tree")
+        )
+        cells = [f"{vllm['ms_per_step']:.2f}", f"{one['ms_per_step']:.2f}", f"{one['bandwidth_share']:.0%}"]
+        cells += [f"{chain['ms_per_step']:.2f} ({times(chain['ratio'], 2)})"]
+        cells += [f"{each['ms_per_step']:.2f}" for each in (two, tree)]
+        steps = {row["variant"]: row["ms_per_step"] for row in plugin if row["requests"] == size}
+        for each in (steps[variant] for variant in ("mars", "all-kept") if variant in steps):
+            cells.append(f"{each:.2f} ({times(each / steps['plain'], 2)})")
+        return [str(size), *cells, *[""] * (8 - len(cells))]
+
+    head = ["requests", "vLLM", "one-token", "of the copy bandwidth", "chain", "tree=2", "tree"]
+    return [[*head, "plugin, exact", "plugin, threshold=0"], *map(line, (1, 4, 16, 64))]
+
+
+def decoders(read: Read) -> Table:
+    rows = read("paper-decoders-h200")["rows"]
+    named = {
+        "engine, one-token": {"dial": "one-token"},
+        "engine, exact": {"dial": "exact"},
+        "vLLM": {"peer": "vllm"},
+        "transformers `generate`": {"peer": "transformers"},
+        "block cache of 32": {"peer": "block-cache=32"},
+        "sliding window without a cache": {"peer": "sliding-window"},
+    }
+
+    def cells(row: Row) -> list[str]:
+        milliseconds = row["ms_per_forward"]
+        speed = [whole(row["tokens_per_second"]), f"{row['tokens_per_forward']:.2f}"]
+        return [*speed, "" if milliseconds is None else f"{milliseconds:.1f}"]
+
+    head = ["", "1 request: tokens/s", "per forward", "ms per forward", "8 requests: tokens/s", "per forward", "ms"]
+    body = [
+        [name, *(cell for size in (1, 8) for cell in cells(find(rows, batch_size=size, **who)))]
+        for name, who in named.items()
+    ]
+    return [head, *body]
+
+
+def vllm(read: Read) -> Table:
+    rows = read("vllm-plugin-h200")["rows"]
+
+    def line(size: int) -> list[str]:
+        plain, sync, mars, one, ours = (
+            find(rows, variant=variant, requests=size)["tokens_per_second"]
+            for variant in ("plain", "plain-sync", "mars", "one-token", "engine")
+        )
+        return [
+            *(str(size), whole(plain), whole(sync), f"**{whole(mars)}**", f"**{times(mars / plain)}**"),
+            f"{find(rows, variant='mars', requests=size)['tokens_per_forward']:.2f}",
+            *(whole(one), whole(ours), times(ours / plain)),
+        ]
+
+    head = ["requests", "plain", "plain, synchronous", "plugin, exact", "over plain", "tokens per forward"]
+    return [[*head, "plugin, one-token", "our engine", "over plain"], *map(line, SIZES)]
+
+
+def training(read: Read) -> Table:
+    def line(name: str, found: Row) -> list[str]:
+        ar, mars = (find(found["results"], stage=stage) for stage in ("ar", "mars"))
+        speeds = [whole(each["clean_tokens_per_second"]) for each in (ar, mars)]
+        memory = f"{ar['peak_gib']:.1f} → {mars['peak_gib']:.1f} GiB ({times(found['memory_ratio'], 2)})"
+        return [name, *speeds, times(found["time_ratio"], 2), memory]
+
+    head = ["", "clean tokens/s, AR", "clean tokens/s, MARS", "time per clean token", "peak memory, AR → MARS"]
+    full, lora = read("training-speed-h200"), read("training-speed-h200-lora")
+    return [head, line("all weights", full), line(f"LoRA, rank {lora['options']['lora']}", lora)]
+
+
+def scores(read: Read) -> Table:
+    wanted = (
+        ("base", "base", "one-token"),
+        ("AR SFT", "ar-sft", "one-token"),
+        ("the paper's recipe", "paper", "one-token"),
+        ("ours", "ours", "one-token"),
+        ("ours, exact", "ours", "exact"),
+        ("ours, relaxed=0.3", "ours", "relaxed=0.3"),
+    )
+
+    def line(model: str, slug: str, name: str, which: str, dial: str) -> list[str]:
+        found = read(f"eval-{slug}-{which}")
+        average = find(found["averages"], dial=dial)
+        cells = [f"{100 * find(found['rows'], dial=dial, task=task)['score']:.1f}" for task in TASKS]
+        error = f" ± {50 * (average['high'] - average['low']):.1f}" if "low" in average else ""
+        return [
+            f"{model}, {name}",
+            *cells,
+            f"{100 * average['score']:.1f}{error}",
+            f"{average['tokens_per_forward']:.2f}",
+        ]
+
+    head = ["", "IFEval", "BBH", "MMLU-Pro", "GPQA", "GSM8K", "HumanEval", "average", "tokens per forward"]
+    models = (("SmolLM2", "smollm2-135m"), ("Qwen", "qwen2.5-coder-0.5b"))
+    return [head, *(line(*model, *each) for model in models for each in wanted)]
+
+
+def server(read: Read) -> Table:
+    found = read("serving-speed-h200")["found"]
+
+    def line(title: str, name: str) -> list[str]:
+        each = found[name]
+        speed = each["tokens_per_second"]
+        cells = [whole(speed), f"{speed / found['engine']['tokens_per_second']:.2f}"]
+        for part in ("first_token", "per_token"):
+            spread = each.get(part)
+            cells.append("{p50_ms:g}, {p99_ms:g} ms".format(**spread) if spread else "")
+        return [title, *cells]
+
+    return [
+        ["", "tokens/s", "of the engine", "first token, p50 and p99", "per token, p50 and p99"],
+        line("the engine, called directly", "engine"),
+        line("`mars serve`, `exact`", "mars serve"),
+        line("`vllm serve`", "vllm serve"),
+    ]
+
+
+TABLES: dict[str, Callable[[Read], Table]] = {
+    "conversion": conversion,
+    "ar-cost": ar_cost,
+    "engine": engine,
+    "shape": shape,
+    "decoders": decoders,
+    "vllm": vllm,
+    "training": training,
+    "scores": scores,
+    "server": server,
+}
+
+
+def markdown(table: Table) -> str:
+    head, *rows = table
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def render(page: str, results: Path) -> str:
+    """The page with all its tables made anew."""
+
+    def read(name: str) -> Any:
+        return json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+
+    return MARKER.sub(lambda found: found[1] + markdown(TABLES[found[2]](read)) + "\n", page)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=ROOT / "results")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is stale")
+    args = parser.parse_args()
+    old = args.page.read_text(encoding="utf-8")
+    new = render(old, args.results)
+    if not args.check:
+        args.page.write_text(new, encoding="utf-8")
+    elif new != old:
+        stale = [line for line in new.splitlines() if line not in old.splitlines()]
+        sys.exit("\n".join([f"{args.page} is stale; run `make results`. It should have:", *stale]))
+
+
+if __name__ == "__main__":
+    main()
