@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -30,7 +29,9 @@ DEMO_PROMPTS = (
 DEMO_DIALS = ("one-token", "exact", "threshold=0.9")
 DEMO_TOKENS = 64
 DEFAULT_URL = "http://127.0.0.1:8000"
-CHAT_HELP = "/dial DIAL turns the dial, /system TEXT sets the system prompt, /reset forgets the chat, /exit leaves"
+CHAT_HELP = "/dial DIAL sets the dial, /system TEXT sets the system prompt, /reset forgets the chat, /exit leaves"
+VLLM_OPTIONS = ("model", "adapter", "dial", "host", "port", "rows", "memory", "api_key", "name")
+"""Of ``mars serve``, known to both engines"""
 
 app = typer.Typer(
     help="Several tokens per forward pass from any instruct language model.",
@@ -50,7 +51,14 @@ WindowOption = Annotated[
     typer.Option("--window", help="chain, tree, or tree=N with N mask groups; default: the fastest here and now."),
 ]
 EngineOption = Annotated[
-    Literal["mars", "vllm"], typer.Option("--engine", help="Who decodes: mars, or vLLM with our plugin.")
+    Literal["mars", "vllm"], typer.Option("--engine", help="What decodes: mars, or vLLM with our plugin.")
+]
+DtypeOption = Annotated[
+    str | None, typer.Option("--dtype", help="bfloat16, float16 or float32; default: the device's.")
+]
+RowsOption = Annotated[int, typer.Option("--rows", help="Requests that are decoded together.")]
+MemoryOption = Annotated[
+    float | None, typer.Option("--memory", help="Cache: bytes, or on a GPU a share of what is free.")
 ]
 TokensOption = Annotated[int, typer.Option("--max-new-tokens", help="Longest answer, in tokens.")]
 TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
@@ -104,7 +112,7 @@ def chat(
     seed: SeedOption = None,
     system: SystemOption = None,
 ) -> None:
-    """Chat in the terminal; /dial turns the dial between two answers."""
+    """Chat in the terminal; /dial sets the dial for the answers that follow."""
     console = Console(soft_wrap=True, highlight=False)
     loaded = _warm(_load(model, adapter, dial))
     turned = loaded.dial(dial)
@@ -153,17 +161,17 @@ def distill(
     model: ModelOption = "smollm2-135m",
     adapter: AdapterOption = None,
     prompts: Annotated[list[str] | None, typer.Option(help="File, folder or hub name; may be given again.")] = None,
-    own_prompts: Annotated[int, typer.Option(help="Prompts that the model writes itself.")] = 0,
+    own_prompts: Annotated[int, typer.Option(help="Prompts that the model generates itself.")] = 0,
     temperatures: Annotated[str, typer.Option(help="One answer to every prompt at each of these.")] = "0,0.8",
     max_new_tokens: TokensOption = 256,
     max_prompt_tokens: Annotated[int, typer.Option(help="Longer prompts are left out.")] = 512,
     min_tokens: Annotated[int, typer.Option(help="Shorter answers are left out.")] = 4,
     max_repetition: Annotated[float, typer.Option(help="Largest share of repeated four-token sequences.")] = 0.6,
     drop_cut: Annotated[bool, typer.Option("--drop-cut", help="Leave out answers that hit the limit.")] = False,
-    rows: Annotated[int, typer.Option(help="Texts written at once.")] = 64,
+    max_num_seqs: RowsOption = 64,
     seed: SeedOption = 0,
 ) -> None:
-    """Let a model write its own training data: answers, and prompts too."""
+    """Generate training data with the model that is to be trained: answers, and prompts too."""
     from mars.training.distill import Distillation, Filters
     from mars.training.distill import distill as run
 
@@ -172,7 +180,7 @@ def distill(
         heats = [float(each) for each in temperatures.split(",")]
     except ValueError:
         raise MarsError(f"--temperatures must be numbers with commas between them, not {temperatures!r}") from None
-    plan = Distillation(heats, max_new_tokens, own_prompts, rows, seed or 0, filters)
+    plan = Distillation(heats, max_new_tokens, own_prompts, max_num_seqs, seed or 0, filters)
     counts = run(_load(model, adapter, None).checkpoint, prompts or [], out, plan)
     typer.echo(f"{out}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
 
@@ -189,7 +197,7 @@ def bench(
         str | None, typer.Option(help="Of transformers, vllm, block-cache=16, sliding-window, with commas between.")
     ] = None,
     max_new_tokens: TokensOption = 256,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: the device's.")] = None,
+    dtype: DtypeOption = None,
     min_requests: Annotated[int, typer.Option(help="Fewest requests of a measurement.")] = 16,
     engine: EngineOption = "mars",
     by_category: Annotated[
@@ -197,26 +205,14 @@ def bench(
     ] = False,
 ) -> None:
     """Measure dials and peers side by side: speed, cost of a forward, agreement."""
+    options = dict(locals())
     from mars.evaluation.bench import bench as run
     from mars.evaluation.plan import make_plan
-    from mars.evaluation.tables import terminal
+    from mars.evaluation.tables import bench_table, show
 
-    plan = make_plan(
-        model=model,
-        adapter=adapter,
-        dials=dials,
-        batch_sizes=batch_sizes,
-        peers=peers,
-        prompts=prompts,
-        max_new_tokens=max_new_tokens,
-        dtype=dtype,
-        min_requests=min_requests,
-        engine=engine,
-        out=out,
-        by_category=by_category,
-    )
+    plan = make_plan(**options)
     rows, files = run(_load(model, adapter, None, dtype).checkpoint, plan)
-    Console(width=None if sys.stdout.isatty() else 160).print(terminal(rows))
+    show(bench_table(rows))
     typer.echo("wrote " + ", ".join(map(str, files)))
 
 
@@ -235,42 +231,27 @@ def evaluate(
     limit: Annotated[str | None, typer.Option(help="Items of each task, or such as gsm8k=200,bbh=500.")] = None,
     max_new_tokens: TokensOption = 256,
     block_size: Annotated[int | None, typer.Option(help="Tokens a forward predicts; default: as trained.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: the device's.")] = None,
-    rows: Annotated[int, typer.Option(help="Requests that are decoded together.")] = 64,
-    memory: Annotated[float | None, typer.Option(help="Cache: bytes, or on a GPU a share of what is free.")] = None,
+    dtype: DtypeOption = None,
+    max_num_seqs: RowsOption = 64,
+    memory: MemoryOption = None,
     name: Annotated[str | None, typer.Option(help="What a report calls the model; default: as given.")] = None,
     seed: Annotated[int, typer.Option(help="Of the items that a limit leaves.")] = 0,
     engine: EngineOption = "mars",
     score_only: Annotated[bool, typer.Option("--score-only", help="Score what is there; needs no model.")] = False,
 ) -> None:
     """Score a model on the benchmarks with every dial; started again after a kill, it goes on where it stopped."""
+    options = dict(locals())
+    del options["memory"], options["score_only"]
     from mars.evaluation.bench import progress_bar
-    from mars.evaluation.evaluate import HEAD, plan_evaluation, score, table
     from mars.evaluation.evaluate import evaluate as run
+    from mars.evaluation.evaluate import plan_evaluation, score, table
+    from mars.evaluation.tables import show
 
-    plan = plan_evaluation(
-        model=model,
-        adapter=adapter,
-        name=name,
-        tasks=tasks,
-        dials=dials,
-        limit=limit,
-        max_new_tokens=max_new_tokens,
-        block_size=block_size,
-        dtype=dtype,
-        seed=seed,
-        engine=engine,
-        rows=rows,
-        data=data,
-        out=out,
-    )
-    loaded = None if score_only else _load(model, adapter, None, dtype, rows=rows, memory=memory)
+    plan = plan_evaluation(**options)
+    loaded = None if score_only else _load(model, adapter, None, dtype, rows=max_num_seqs, memory=memory)
     with progress_bar() as bar:
         results = score(plan, bar) if loaded is None else run(loaded, plan, bar)
-    shown = Table(*HEAD, box=None)
-    for line in table(results):
-        shown.add_row(*line)
-    Console(width=None if sys.stdout.isatty() else 160).print(shown)
+    show(table(results), names=2)
     typer.echo(f"wrote {out / 'results.json'}, {out / 'results.md'}")
 
 
@@ -289,48 +270,35 @@ def report(
     typer.echo("wrote " + ", ".join(map(str, run(sources, out))))
 
 
-def _refuse_others(context: typer.Context, known: Sequence[str], engine: str) -> None:
-    """Raise at an option that was given and that this engine does not have."""
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        if name not in known and source is not None and source.name != "DEFAULT":
-            raise MarsError(f"--{name.replace('_', '-')} is not known to the engine {engine}: leave it out")
-
-
 @app.command(context_settings={"allow_extra_args": True})
 def serve(
     context: typer.Context,
     model: ModelOption = "smollm2-135m",
     adapter: AdapterOption = None,
     dial: DialOption = None,
-    floor: Annotated[str | None, typer.Option("--floor", help="Loosest dial that may be asked for.")] = None,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535)] = 8000,
-    rows: Annotated[int, typer.Option("--rows", help="Requests that are decoded together.")] = 64,
-    memory: Annotated[
-        float | None, typer.Option("--memory", help="Cache: bytes, or on a GPU a share of what is free.")
-    ] = None,
-    max_waiting: Annotated[int, typer.Option("--max-waiting", help="Requests that may wait; more get a 429.")] = 256,
-    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", help="Longest answer allowed.")] = None,
+    floor: Annotated[str | None, typer.Option(help="Loosest dial that may be asked for.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
+    rows: RowsOption = 64,
+    memory: MemoryOption = None,
+    max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more get a 429.")] = 256,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer allowed.")] = None,
     api_key: Annotated[
-        str | None, typer.Option("--api-key", envvar="MARS_API_KEY", help="Needed by all requests, if given.")
+        str | None, typer.Option(envvar="MARS_API_KEY", help="Needed by all requests, if given.")
     ] = None,
     admin_key: Annotated[
-        str | None, typer.Option("--admin-key", envvar="MARS_ADMIN_KEY", help="Needed to turn the server's dial.")
+        str | None, typer.Option(envvar="MARS_ADMIN_KEY", help="Needed to set the server's dial.")
     ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="What the model is called; default: as given.")] = None,
-    target_token: Annotated[
-        float, typer.Option("--target-token", min=1e-6, help="With --dial auto: most seconds per token.")
-    ] = 0.05,
+    name: Annotated[str | None, typer.Option(help="What the model is called; default: as given.")] = None,
+    target_token: Annotated[float, typer.Option(min=1e-6, help="With --dial auto: most seconds per token.")] = 0.05,
     target_wait: Annotated[
-        float, typer.Option("--target-wait", min=1e-6, help="With --dial auto: most seconds to the first token.")
+        float, typer.Option(min=1e-6, help="With --dial auto: most seconds to the first token.")
     ] = 1.0,
     warm_up: Annotated[
-        Literal["all", "greedy"],
-        typer.Option("--warm-up", help="What a GPU is made ready for; greedy starts sooner."),
+        Literal["all", "greedy"], typer.Option(help="What a GPU is made ready for; greedy starts sooner.")
     ] = "all",
     log_level: Annotated[
-        Literal["debug", "info", "warning"], typer.Option("--log-level", help="Of the log, whose lines are JSON.")
+        Literal["debug", "info", "warning"], typer.Option(help="Of the log, whose lines are JSON.")
     ] = "info",
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Have prompts and answers in the log.")] = False,
     engine: EngineOption = "mars",
@@ -339,31 +307,33 @@ def serve(
 
     With --engine vllm, vLLM's own options may follow behind --.
     """
-    from mars.method.dials import Dial
-
+    options = dict(locals())
+    del options["context"], options["engine"]
     if engine == "vllm":
-        known = ("model", "adapter", "dial", "host", "port", "rows", "memory", "api_key", "name", "engine")
-        _refuse_others(context, known, "vllm")
-        if dial is not None and Dial.parse(dial).measure != "probability":
-            raise MarsError(f"{dial} is not known to the engine vllm: threshold goes by probability there")
-        from mars.integrations.vllm import launch
-
-        raise typer.Exit(
-            launch.serve(
-                model,
-                adapter=adapter,
-                dial=dial,
-                host=host,
-                port=port,
-                rows=rows,
-                memory=memory,
-                api_key=api_key,
-                name=name,
-                others=context.args,
-            )
-        )
+        raise typer.Exit(_serve_vllm(context, options))
     if context.args:
         raise MarsError(f"unexpected argument {context.args[0]!r}: only --engine vllm takes options of another kind")
+    _serve(**options)
+
+
+def _serve_vllm(context: typer.Context, options: dict[str, Any]) -> int:
+    from mars.method.dials import Dial
+
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if name not in (*VLLM_OPTIONS, "engine") and source is not None and source.name != "DEFAULT":
+            raise MarsError(f"--{name.replace('_', '-')} is not known to the engine vllm: leave it out")
+    dial = options["dial"]
+    if dial is not None and Dial.parse(dial).measure != "probability":
+        raise MarsError(f"{dial} is not known to the engine vllm: threshold goes by probability there")
+    from mars.integrations.vllm import launch
+
+    return launch.serve(**{name: options[name] for name in VLLM_OPTIONS}, others=context.args)
+
+
+def _serve(dial: str | None, floor: str | None, target_token: float, target_wait: float, **options: Any) -> None:
+    from mars.method.dials import Dial
+
     try:
         from mars.serving.governor import Target
         from mars.serving.protocol import AUTO
@@ -372,38 +342,25 @@ def serve(
         raise MarsError(f"serving needs more packages ({error.name}): pip install 'mars-decoding[serve]'") from None
     run(
         Serving(
-            model=model,
-            adapter=adapter,
             dial=None if dial in (None, AUTO) else Dial.parse(dial),
             floor=None if floor is None else Dial.parse(floor),
-            host=host,
-            port=port,
-            rows=rows,
-            memory=memory,
-            max_waiting=max_waiting,
-            max_new_tokens=max_new_tokens,
-            api_key=api_key,
-            admin_key=admin_key,
-            name=name,
             auto=dial == AUTO,
             target=Target(target_token, target_wait),
-            log_level=log_level,
-            log_prompts=log_prompts,
-            warm_up=warm_up,
+            **options,
         )
     )
 
 
 @app.command("dial")
 def turn(
-    dial: Annotated[str | None, typer.Argument(help="What to turn it to; without one, it is only shown.")] = None,
+    dial: Annotated[str | None, typer.Argument(help="The new dial; without one, the dial is only shown.")] = None,
     url: Annotated[
         list[str] | None,
         typer.Option("--url", help=f"Where mars serve listens, {DEFAULT_URL} unless given; may be given again."),
     ] = None,
     key: Annotated[str | None, typer.Option("--key", envvar="MARS_ADMIN_KEY", help="The server's admin key.")] = None,
 ) -> None:
-    """Show or turn the dial of a running server, or of several."""
+    """Show or set the dial of a running server, or of several."""
     from mars.method.dials import Dial
     from mars.serving.remote import dials_of
 
@@ -465,7 +422,7 @@ def _summary(answer: Generation) -> str:
 
 
 def _load(model: str, adapter: str | None, dial: str | None, dtype: str | None = None, **options: Any) -> Model:
-    """Load a model, but look at the dial first: a typing mistake should not cost a download."""
+    """Load a model. The dial is checked first: a typing mistake should not cost a download."""
     from transformers.utils import logging
 
     from mars.api import load
@@ -485,7 +442,7 @@ def _load(model: str, adapter: str | None, dial: str | None, dtype: str | None =
 
 
 def _warm(model: Model) -> Model:
-    """Have a GPU ready for one request at a time."""
+    """Warm a GPU up for one request at a time."""
     if model.checkpoint.device.type == "cuda":
         with Console(stderr=True).status("Warming up, which takes a minute the first time …"):
             model.warm_up(rows=1)
@@ -493,7 +450,7 @@ def _warm(model: Model) -> Model:
 
 
 def _say(console: Console, model: Model, messages: list[dict[str, str]], **options: object) -> str:
-    """Stream one answer; Ctrl-C cuts it short but keeps what was said."""
+    """Stream one answer; Ctrl-C ends it but keeps the text so far."""
     stream = model.stream(messages, **options)
     try:
         _print_pieces(stream)
@@ -504,7 +461,7 @@ def _say(console: Console, model: Model, messages: list[dict[str, str]], **optio
 
 
 def _print_pieces(stream: Stream) -> None:
-    """Write text as it comes, byte for byte: no wrapping, no markup."""
+    """Print text as it comes, without wrapping or markup."""
     for piece in stream:
         print(piece, end="", flush=True)
     print()

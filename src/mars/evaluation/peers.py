@@ -1,4 +1,4 @@
-"""Others who decode the same model: transformers, vLLM, and the paper's two decoders."""
+"""Other decoders of the same model: transformers, vLLM, and the paper's two."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mars.decoding.attention import own_attention
 from mars.decoding.decoder import require_masks
 from mars.decoding.request import Generation, Request
 from mars.errors import MarsError
-from mars.evaluation.speed import Contender, Decode, Round
+from mars.evaluation.speed import Decode, Decoder, Round
 from mars.evaluation.vllm import import_vllm, load_vllm
 from mars.method.dials import Dial
 from mars.models import Checkpoint
@@ -26,7 +26,7 @@ PAPER_DIAL = "threshold=0.95"
 
 
 def check_peer(name: str) -> None:
-    """Raise if there is no such peer here."""
+    """Raise if the peer is unknown or not installed."""
     kind, _, size = name.partition("=")
     if name not in ("transformers", "vllm", "sliding-window") and not (
         kind == "block-cache" and size.isdecimal() and int(size) > 0
@@ -37,34 +37,34 @@ def check_peer(name: str) -> None:
 
 
 def check_model(name: str, checkpoint: Checkpoint) -> None:
-    """Raise if the peer needs a MARS model and this is none."""
+    """Raise if the peer needs a MARS model and this is not one."""
     if name.startswith(("block-cache", "sliding-window")):
         require_masks(checkpoint, Dial.parse(PAPER_DIAL))
 
 
 @contextmanager
-def open_peer(name: str, checkpoint: Checkpoint, source: str | None, rows: int, length: int) -> Iterator[Contender]:
-    """A peer that can answer ``rows`` prompts at once, whose texts are at most ``length`` tokens.
+def open_peer(name: str, checkpoint: Checkpoint, source: str | None, rows: int, length: int) -> Iterator[Decoder]:
+    """A peer that can answer ``rows`` prompts at once, with texts of at most ``length`` tokens.
 
-    ``source`` is where others find the very same model; None: nowhere, it was put together here.
+    ``source`` is a folder or hub id with the very same weights; None: there is none.
     """
     label = {"peer": name, "window": None}
     if name == "vllm":
         with open_vllm(checkpoint, source, rows, length) as decode:
-            yield Contender(label, decode, is_elsewhere=True)
+            yield Decoder(label, decode, is_elsewhere=True)
     elif name == "transformers":
-        yield Contender(label, _transformers(checkpoint))
+        yield Decoder(label, _transformers(checkpoint))
     elif name == "sliding-window":
-        yield Contender(label, _sliding_window(checkpoint))
+        yield Decoder(label, _sliding_window(checkpoint))
     else:
-        yield Contender(label, _block_cache(checkpoint, int(name.partition("=")[2])))
+        yield Decoder(label, _block_cache(checkpoint, int(name.partition("=")[2])))
 
 
 # --- transformers
 
 
 class _Clock:
-    """A streamer that notes when tokens come."""
+    """A streamer that keeps the times at which tokens come."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
@@ -103,13 +103,13 @@ def _transformers(checkpoint: Checkpoint) -> Decode:
 
 
 def _cut(tokens: list[int], end_tokens: frozenset[int]) -> list[int]:
-    """Without the padding behind the end."""
-    last = next((place for place, token in enumerate(tokens) if token in end_tokens), len(tokens))
+    """Without the padding after the end token."""
+    last = next((index for index, token in enumerate(tokens) if token in end_tokens), len(tokens))
     return tokens[: last + 1]
 
 
 def _answer(checkpoint: Checkpoint, tokens: list[int], times: list[float], checked: int = 0) -> Generation:
-    """An answer written one token a forward; all that was ``checked`` is the AR model's own."""
+    """An answer of one token per forward; ``checked`` tokens are known to be the model's own greedy ones."""
     return Generation(
         text="",
         token_ids=tokens,
@@ -128,7 +128,7 @@ def _answer(checkpoint: Checkpoint, tokens: list[int], times: list[float], check
 
 @contextmanager
 def open_vllm(checkpoint: Checkpoint, source: str | None, rows: int, length: int, **options: Any) -> Iterator[Decode]:
-    """One token at a time, with its own best way to ask it. ``options`` are its own."""
+    """One token at a time through vLLM's own ``generate``. ``options`` are vLLM's."""
     vllm = import_vllm()
     with load_vllm(checkpoint, source, rows, length, **options) as llm:
 
@@ -153,7 +153,7 @@ def _times(metrics: Any) -> list[float]:
     return [first, first + metrics.last_token_ts - metrics.first_token_ts]
 
 
-# --- the paper's
+# --- the paper's decoders
 
 
 def _paper_requests(checkpoint: Checkpoint, prompts: Sequence[list[int]], max_new_tokens: int) -> list[Request]:
@@ -170,7 +170,7 @@ def _block_cache(checkpoint: Checkpoint, size: int) -> Decode:
 
 
 def _sliding_window(checkpoint: Checkpoint) -> Decode:
-    """One request after another; those that wait, wait from the start."""
+    """One request after another; the time a request waits for the others counts."""
 
     def decode(prompts: Sequence[list[int]], max_new_tokens: int) -> Round:
         answers: list[Generation] = []

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mars.errors import MarsError
+from mars.evaluation.benchmarks import BENCHMARKS, Benchmark
 from mars.evaluation.sandbox import run_all
 from mars.models.builtin import cache_home
 
@@ -33,67 +34,6 @@ SEED = 1234
 GPQA_PASSWORD = b"deserted-untie-orchid"  # published with the data, which keeps it out of training sets
 Chat = Callable[..., str]
 """Messages, and whether an answer begins behind them, to text"""
-
-
-@dataclass(frozen=True, slots=True)
-class Benchmark:
-    """What a benchmark is called in lm-eval, and in which local file its rows are."""
-
-    title: str
-    task: str
-    """A task, or a group of them"""
-    score: str
-    """The figure that counts, and the reading of an answer that it is about"""
-    file: str
-    columns: tuple[str, ...]
-    parts: str | None = None
-    """The column that says to which task of the group a row belongs"""
-    shots: int | None = 0
-    """Examples before the question; None: those that are part of the task"""
-    is_private: bool = False
-    """Do its authors ask that the questions be not shown?"""
-
-
-BENCHMARKS = {
-    "ifeval": Benchmark(
-        "IFEval",
-        "ifeval",
-        "prompt_level_strict_acc,none",
-        "ifeval",
-        ("key", "prompt", "instruction_id_list", "kwargs"),
-    ),
-    "bbh": Benchmark(
-        "BBH",
-        "bbh_cot_fewshot",
-        "exact_match,get-answer",
-        "bbh",
-        ("task", "input", "target"),
-        parts="task",
-        shots=None,
-    ),
-    "mmlu_pro": Benchmark(
-        "MMLU-Pro",
-        "mmlu_pro",
-        "exact_match,custom-extract",
-        "mmlu_pro_test",
-        ("question", "options", "answer", "answer_index", "category"),
-        parts="category",
-    ),
-    "gpqa": Benchmark(
-        "GPQA",
-        "gpqa_diamond_cot_zeroshot",
-        "exact_match,flexible-extract",
-        "gpqa_diamond",
-        ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"),
-        is_private=True,
-    ),
-    "gsm8k": Benchmark(
-        "GSM8K", "gsm8k_cot_zeroshot", "exact_match,flexible-extract", "gsm8k_test", ("question", "answer")
-    ),
-    "humaneval": Benchmark(
-        "HumanEval", "humaneval_instruct", "pass@1,none", "humaneval", ("prompt", "test", "entry_point")
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""vLLM as an engine of our own requests: with the plugin for dials, without it as a peer."""
+"""vLLM as an engine for our requests: with the plugin it knows dials, without it it is a peer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mars.errors import MarsError
 from mars.models import Checkpoint, save_checkpoint
 
 PLUGIN = {"method": "mars"}
-"""What vLLM's ``speculative_config`` says to have our dials"""
+"""vLLM's ``speculative_config`` for our dials"""
 
 
 def import_vllm() -> Any:
@@ -32,7 +32,7 @@ def import_vllm() -> Any:
 def load_vllm(
     checkpoint: Checkpoint, source: str | None, rows: int, length: int | None, **options: Any
 ) -> Iterator[Any]:
-    """vLLM with the model from the folder or hub id ``source``; None: saved for it. ``options`` are its own."""
+    """vLLM with the model from the folder or hub id ``source``; None: it is saved first. ``options`` are vLLM's."""
     vllm = import_vllm()
     with tempfile.TemporaryDirectory(prefix="mars-vllm-") as scratch:
         if source is None:
@@ -43,8 +43,8 @@ def load_vllm(
             dtype=str(checkpoint.module.dtype).removeprefix("torch."),
             max_num_seqs=rows,
             max_model_len=length,
-            enable_prefix_caching=False,  # no contender knows a prompt from an earlier round
-            disable_log_stats=False,  # without them, it does not tell when tokens came
+            enable_prefix_caching=False,  # prompts of an earlier round must not be cached
+            disable_log_stats=False,  # needed for the times of the tokens
             **_device_options(checkpoint.device),
             **options,
         )
@@ -55,7 +55,7 @@ def load_vllm(
 
 
 def _device_options(device: torch.device) -> dict[str, Any]:
-    """Most of what this process leaves of a GPU; on a CPU, no minutes of compiling."""
+    """On a GPU, most of the memory that this process leaves; on a CPU, no compilation, which takes minutes."""
     if device.type != "cuda":
         return {"enforce_eager": True}
     gc.collect()
@@ -64,10 +64,10 @@ def _device_options(device: torch.device) -> dict[str, Any]:
     return {"gpu_memory_utilization": 0.9 * free / total}
 
 
-def write(
+def generate(
     llm: Any, checkpoint: Checkpoint, requests: Sequence[Request]
 ) -> Generator[tuple[int, Generation], None, None]:
-    """Every greedy request's index and answer as it ends. The plugin obeys their dials, and takes a chain for all."""
+    """The index and answer of every request as it ends, greedily. The plugin applies their dials, with a chain."""
     vllm = import_vllm()
     engine, running = llm.llm_engine, dict[str, tuple[int, Answer]]()
     try:

@@ -1,9 +1,10 @@
-"""Rendered prompts in, answers out, as fast as the engine writes them."""
+"""Answers of the engine to many rendered prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from itertools import islice
+from typing import Any
 
 from mars.api import Model
 from mars.decoding.decoder import check_request
@@ -12,13 +13,13 @@ from mars.errors import MarsError
 from mars.models import Checkpoint
 
 AHEAD = 64
-"""Requests that wait in the engine, so that no row is idle"""
+"""Requests that wait in the engine, so that it always has one to start"""
 
 
 def encode(checkpoint: Checkpoint, text: str, room: int) -> list[int]:
-    """Tokens of a rendered prompt, the last ones, so that ``room`` new ones fit.
+    """Tokens of a rendered prompt; of a long one the last, so that ``room`` new ones fit.
 
-    Special tokens are added as the tokenizer does, unless the text brings its beginning-of-text token.
+    The tokenizer adds its special tokens unless the text starts with the beginning-of-text token.
     """
     begin = checkpoint.tokenizer.bos_token
     options = {"add_special_tokens": False} if begin and text.startswith(begin) else {}
@@ -33,10 +34,23 @@ def encode(checkpoint: Checkpoint, text: str, room: int) -> list[int]:
     return tokens[room - checkpoint.context :]
 
 
-def write(model: Model, requests: Sequence[Request]) -> Generator[tuple[int, Generation], None, None]:
-    """Every request's index and answer as it ends; those that have not are cancelled when the caller stops early."""
+def render_chat(
+    checkpoint: Checkpoint, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True, **options: Any
+) -> str:
+    """A chat as text, in the way lm-eval asks for it; ``options`` go to the chat template."""
+    return checkpoint.tokenizer.apply_chat_template(
+        messages,
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=not add_generation_prompt,
+        **options,
+    )
+
+
+def generate(model: Model, requests: Sequence[Request]) -> Generator[tuple[int, Generation], None, None]:
+    """The index and answer of every request as it ends; if the caller stops early, the others are aborted."""
     for request in requests:
-        check_request(model.checkpoint, request)  # before any is written
+        check_request(model.checkpoint, request)  # before any is started
     engine = model.engine(max((request.block_size for request in requests), default=1))
     source = enumerate(requests)
     running: list[tuple[int, Answer]] = []
