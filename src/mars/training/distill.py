@@ -1,7 +1,7 @@
-"""A model writes its own training data: answers to given prompts, and prompts of its own.
+"""Training data that a model generates itself: answers to given prompts, and prompts.
 
-Training on what a model says itself moves its AR mode least and needs no data set. The output is JSONL with a chat a
-line; a run that was cut off goes on where it stopped.
+Training on its own answers changes a model's one-token mode least and needs no data set. The output is JSONL with one
+chat per line; a run that was cut off is continued.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mars.errors import MarsError
 from mars.models import Checkpoint
-from mars.training.chats import Chat
-from mars.training.rows import read_rows, to_prompt
-from mars.training.writer import Job, Writer, Written
+from mars.training.files import open_lines, read_lines
+from mars.training.generator import Generated, Job, TextGenerator
+from mars.training.rows import Chat, read_rows, to_prompt, warn
 
 REPORT_SECONDS = 20
 """Between two lines of progress where there is no terminal to draw a bar on"""
@@ -32,39 +32,40 @@ REPORT_SECONDS = 20
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """What is not worth keeping."""
+    """What is left out of the training data."""
 
     min_tokens: int = 4
     max_prompt_tokens: int = 512
     max_repetition: float = 0.6
     """Largest share of four-token sequences that occurred before in the same text"""
     keep_cut: bool = True
-    """Keep answers that hit the length limit; they are marked, so that training does not teach to stop there"""
+    """Keep answers that hit the length limit; they are marked, so that training does not learn to stop there"""
 
 
 @dataclass(frozen=True, slots=True)
 class Distillation:
-    """What to write."""
+    """What to generate."""
 
     temperatures: Sequence[float] = (0.0, 0.8)
     """Each prompt gets one answer at each of these"""
     max_new_tokens: int = 256
     own_prompts: int = 0
-    """How many prompts the model writes itself"""
-    rows: int = 64
-    """Texts written at once"""
+    """How many prompts the model generates itself"""
+    max_num_seqs: int = 64
+    """Texts decoded together"""
     seed: int = 0
     filters: Filters = field(default_factory=Filters)
 
     def __post_init__(self) -> None:
-        least = {"rows": 1, "max_new_tokens": 1, "own_prompts": 0}
-        wrong = [f"{name} must be {low} or more" for name, low in least.items() if getattr(self, name) < low]
+        least = {"rows": (self.max_num_seqs, 1), "max_new_tokens": (self.max_new_tokens, 1)}
+        least["own_prompts"] = (self.own_prompts, 0)
+        wrong = [f"{name} must be {low} or more" for name, (value, low) in least.items() if value < low]
         if wrong or not self.temperatures or min(self.temperatures) < 0:
             raise MarsError((*wrong, "temperatures must be numbers of 0 or more")[0])
 
 
 def distill(checkpoint: Checkpoint, sources: Sequence[str], out: Path, plan: Distillation) -> Counter[str]:
-    """Answer the prompts of all sources and the model's own; returns what became of them."""
+    """Answer the prompts of all sources and the model's own; returns counts of what was kept and left out."""
     if not sources and not plan.own_prompts:
         raise MarsError("there is nothing to answer: give --prompts, or --own-prompts for the model's own")
     if out.is_dir():
@@ -72,54 +73,56 @@ def distill(checkpoint: Checkpoint, sources: Sequence[str], out: Path, plan: Dis
     out.parent.mkdir(parents=True, exist_ok=True)
     counts: Counter[str] = Counter()
     length = min(plan.filters.max_prompt_tokens + plan.max_new_tokens, checkpoint.context or sys.maxsize)
-    done = len(_read(out)) + len(_read(_prompts_of(out)))  # a continued run must not draw what it drew before
-    writer = Writer(checkpoint, plan.rows, length, plan.seed + done)
-    prompts = list(_unique([*_given(sources, counts), *_own(checkpoint, writer, out, plan, counts)], counts))
+    own_prompts = out.with_suffix(".prompts.jsonl")
+    done = len(read_lines(out)) + len(read_lines(own_prompts))  # a continued run must not repeat its random draws
+    generator = TextGenerator(checkpoint, plan.max_num_seqs, length, plan.seed + done)
+    given = _given(sources, counts)
+    prompts = list(_unique([*given, *_own(checkpoint, generator, own_prompts, plan, counts)], counts))
     random.Random(plan.seed).shuffle(prompts)  # a run that is stopped early leaves some of every kind
-    _answer(checkpoint, writer, prompts, out, plan, counts)
+    _answer(checkpoint, generator, prompts, out, plan, counts)
     return counts
 
 
 def _given(sources: Sequence[str], counts: Counter[str]) -> Iterator[Chat]:
     def on_bad_row(message: str) -> None:
         counts["unreadable prompts"] += 1
-        Console(stderr=True).print(f"skipped {message}", style="yellow", markup=False, soft_wrap=True)
+        warn(f"skipped {message}")
 
     for source in sources:
         for row in read_rows(source, on_bad_row=on_bad_row, convert=to_prompt):
             yield row.messages
 
 
-def _own(checkpoint: Checkpoint, writer: Writer, out: Path, plan: Distillation, counts: Counter[str]) -> list[Chat]:
-    """Prompts that the model writes from the bare header of a user's turn."""
-    path = _prompts_of(out)
-    kept = [row["messages"] for row in _read(path)]
-    missing = plan.own_prompts - len(kept)
-    if missing <= 0:
-        return kept[: plan.own_prompts]
-    header = _header(checkpoint)
-    jobs = [Job(number, header, 1.0, plan.filters.max_prompt_tokens // 2) for number in range(missing)]
+def _own(
+    checkpoint: Checkpoint, generator: TextGenerator, path: Path, plan: Distillation, counts: Counter[str]
+) -> list[Chat]:
+    """Prompts that the model generates after the header of a user's turn; they are kept in a file of their own."""
+    missing = plan.own_prompts - len(read_lines(path))
+    if missing > 0:
+        header = _header(checkpoint)
+        jobs = [Job(number, header, 1.0, plan.filters.max_prompt_tokens // 2) for number in range(missing)]
 
-    def keep(written: Written) -> dict[str, Any] | None:
-        text = _text(checkpoint, written.tokens).strip()
-        if not text or not written.ended or _why_not(written, plan.filters):
-            counts["own prompts filtered"] += 1
-            return None
-        return {"messages": [{"role": "user", "content": text}]}
+        def keep(found: Generated) -> dict[str, Any] | None:
+            text = _text(checkpoint, found.tokens).strip()
+            if not text or not found.ended or _why_not(found, plan.filters):
+                counts["own prompts filtered"] += 1
+                return None
+            return {"messages": [{"role": "user", "content": text}]}
 
-    _write(writer, jobs, path, keep, "writing prompts", missing)
-    return [row["messages"] for row in _read(path)]
+        _generate(generator, jobs, path, keep, "writing prompts", missing)
+    return [row["messages"] for row in read_lines(path)][: plan.own_prompts]
 
 
 def _answer(
     checkpoint: Checkpoint,
-    writer: Writer,
+    generator: TextGenerator,
     prompts: Sequence[Chat],
     out: Path,
     plan: Distillation,
     counts: Counter[str],
 ) -> None:
-    done = {row["id"] for row in _read(out)}
+    """Answer the prompts at every temperature, except for answers that are in the file already."""
+    done = {row["id"] for row in read_lines(out)}
     counts["answers found"] = len(done)
 
     def jobs() -> Iterator[Job]:
@@ -128,9 +131,9 @@ def _answer(
                 tokens = checkpoint.encode(messages)
             except MarsError as error:
                 counts["prompts refused"] += 1
-                Console(stderr=True).print(f"skipped a prompt: {error}", style="yellow", markup=False, soft_wrap=True)
+                warn(f"skipped a prompt: {error}")
                 continue
-            if len(tokens) >= min(writer.length, plan.filters.max_prompt_tokens + 1):
+            if len(tokens) >= min(generator.length, plan.filters.max_prompt_tokens + 1):
                 counts["prompts too long"] += 1
                 continue
             for number, temperature in enumerate(plan.temperatures):
@@ -138,69 +141,48 @@ def _answer(
                 if key not in done:
                     yield Job((key, messages), tokens, temperature, plan.max_new_tokens)
 
-    def keep(written: Written) -> dict[str, Any] | None:
-        reason = _why_not(written, plan.filters)
+    def keep(found: Generated) -> dict[str, Any] | None:
+        reason = _why_not(found, plan.filters)
         counts[reason or "answers"] += 1
         if reason:
             return None
-        counts["answer tokens"] += len(written.tokens)
-        key, messages = written.job.key
-        answer = {"role": "assistant", "content": _text(checkpoint, written.tokens)}
-        row = {"id": key, "messages": [*messages, answer], "temperature": written.job.temperature}
-        return row | ({} if written.ended else {"ended": False})
+        counts["answer tokens"] += len(found.tokens)
+        key, messages = found.job.key
+        answer = {"role": "assistant", "content": _text(checkpoint, found.tokens)}
+        row = {"id": key, "messages": [*messages, answer], "temperature": found.job.temperature}
+        return row | ({} if found.ended else {"ended": False})
 
-    _write(writer, jobs(), out, keep, "writing answers", len(prompts) * len(plan.temperatures) - len(done))
+    _generate(generator, jobs(), out, keep, "writing answers", len(prompts) * len(plan.temperatures) - len(done))
 
 
-def _write(
-    writer: Writer,
+def _generate(
+    generator: TextGenerator,
     jobs: Iterable[Job],
     path: Path,
-    keep: Callable[[Written], dict[str, Any] | None],
+    keep: Callable[[Generated], dict[str, Any] | None],
     title: str,
     total: int,
 ) -> None:
-    """Run the jobs and append what is kept, a line each."""
-    columns = [
-        TextColumn(title),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("left {task.fields[note]}"),
-    ]
-    started = spoken = time.perf_counter()
+    """Run the jobs and append what is kept to a file, a line each."""
+    note = TextColumn("left {task.fields[note]}")
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), note)
+    started = reported = time.perf_counter()
     tokens = 0
     with (
-        path.open("a", encoding="utf-8") as file,
+        open_lines(path) as file,
         Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar,
     ):
         task = bar.add_task(title, total=total, note="")
-        for done, written in enumerate(writer.write(jobs), 1):
-            row = keep(written)
+        for done, found in enumerate(generator.generate(jobs), 1):
+            row = keep(found)
             if row is not None:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            tokens += len(written.tokens)
-            note = f"{tokens:,} tokens, {tokens / (time.perf_counter() - started):,.0f} per second"
-            bar.update(task, advance=1, note=note)
-            if (bar.disable and time.perf_counter() > spoken + REPORT_SECONDS) or done == total:
-                spoken = time.perf_counter()
-                bar.console.print(f"{title} {done}/{total}: {note}")
-
-
-def _prompts_of(out: Path) -> Path:
-    """Where the model's own prompts are kept."""
-    return out.with_suffix(".prompts.jsonl")
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file; what a kill left of the last one is removed."""
-    if not path.exists():
-        return []
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        path.write_bytes(whole)
-    return [json.loads(line) for line in whole.splitlines()]
+            tokens += len(found.tokens)
+            speed = f"{tokens:,} tokens, {tokens / (time.perf_counter() - started):,.0f} per second"
+            bar.update(task, advance=1, note=speed)
+            if (bar.disable and time.perf_counter() > reported + REPORT_SECONDS) or done == total:
+                reported = time.perf_counter()
+                bar.console.print(f"{title} {done}/{total}: {speed}")
 
 
 def _unique(prompts: Iterable[Chat], counts: Counter[str]) -> Iterator[Chat]:
@@ -219,14 +201,13 @@ def _digest(messages: Chat) -> str:
     return hashlib.sha256("\n".join(plain).encode()).hexdigest()[:16]
 
 
-def _why_not(written: Written, filters: Filters) -> str | None:
-    if len(written.tokens) < filters.min_tokens:
+def _why_not(found: Generated, filters: Filters) -> str | None:
+    """Why a text is left out; None: it is kept."""
+    if len(found.tokens) < filters.min_tokens:
         return "too short"
-    if not written.ended and not filters.keep_cut:
+    if not found.ended and not filters.keep_cut:
         return "cut at the limit"
-    if repetition(written.tokens) > filters.max_repetition:
-        return "too repetitive"
-    return None
+    return "too repetitive" if repetition(found.tokens) > filters.max_repetition else None
 
 
 def repetition(tokens: Sequence[int]) -> float:
@@ -236,7 +217,7 @@ def repetition(tokens: Sequence[int]) -> float:
 
 
 def _header(checkpoint: Checkpoint) -> list[int]:
-    """The chat up to where a user begins to speak."""
+    """The chat template's tokens before the text of a user's turn."""
     mark = "7f3c1d"
     text = checkpoint.tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
     head, found, _ = text.partition(mark)

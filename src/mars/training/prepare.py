@@ -1,4 +1,4 @@
-"""From the sources of a recipe to packed rows: read, tokenise, keep some back, pack, and remember the result."""
+"""The packed rows of a recipe: its sources are read, tokenised, split into training and held-out chats, and packed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mars.method.streams import Pack
 from mars.training.chats import Document, encode_chat
 from mars.training.packing import load_pack, pack, save_pack
 from mars.training.recipe import Data, Recipe
-from mars.training.rows import Row, read_rows
+from mars.training.rows import Row, read_rows, warn
 
 REPORTED = 5
 """Bad rows shown on the way; all of them are in ``data/bad_rows.txt``"""
@@ -34,7 +34,7 @@ class Prepared:
 
 
 def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
-    """The packed rows of a recipe; made once and kept in its output folder, so that a resumed run sees the same."""
+    """The packed rows of a recipe; kept in its output folder, so that a resumed run uses the same."""
     folder = recipe.output / "data"
     paths = folder / "train.safetensors", folder / "held_out.safetensors"
     if not all(path.exists() for path in paths):
@@ -53,7 +53,7 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
 def _split(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, bad_rows: list[str]
 ) -> tuple[list[Document], list[Document], str]:
-    """Chats to train on, chats to measure with, and a report. Chats that begin alike stay together."""
+    """Chats to train on, chats to evaluate on, and a report. Chats with the same prompt are not separated."""
     data = recipe.data
     documents, report = _documents(data, data.train, tokenizer, bad_rows)
     random.Random(recipe.seed).shuffle(documents)
@@ -71,14 +71,14 @@ def _split(
 
 
 def _prompt(document: Document) -> tuple[int, ...]:
-    """What comes before the first answer."""
+    """The tokens before the first answer."""
     return tuple(document.tokens[: list(document.assistant).index(True)])
 
 
 def _documents(
     data: Data, sources: list[str], tokenizer: PreTrainedTokenizerBase, bad_rows: list[str]
 ) -> tuple[list[Document], str]:
-    """Every usable chat, and what became of the others in a sentence."""
+    """Every usable chat, and a sentence about the others."""
     counts: Counter[str] = Counter()
     documents = []
     for document in _encoded(sources, tokenizer, _on_bad_row(data, counts, bad_rows)):
@@ -95,11 +95,11 @@ def _documents(
 def _encoded(
     sources: list[str], tokenizer: PreTrainedTokenizerBase, on_bad_row: Callable[[str], None]
 ) -> Iterator[Document]:
-    """Chats as tokens, in order, made by as many processes as there are processors."""
+    """Chats as tokens, in order, tokenised by one process per core."""
     rows = chain.from_iterable(read_rows(source, on_bad_row=on_bad_row) for source in sources)
     console = Console(stderr=True)
-    with multiprocessing.Pool(os.cpu_count(), _Encode.remember, (tokenizer,)) as pool:
-        encoded = pool.imap(_Encode.encode, rows, chunksize=64)
+    with multiprocessing.Pool(os.cpu_count(), _Worker.start, (tokenizer,)) as pool:
+        encoded = pool.imap(_Worker.encode, rows, chunksize=64)
         for result in track(encoded, "reading chats", console=console, disable=not console.is_terminal):
             if isinstance(result, Document):
                 yield result
@@ -107,20 +107,23 @@ def _encoded(
                 on_bad_row(result)
 
 
-class _Encode:
-    """What a worker process does with a row."""
+class _Worker:
+    """A worker process, which has the tokenizer and gets row after row."""
 
     tokenizer: PreTrainedTokenizerBase
 
     @classmethod
-    def remember(cls, tokenizer: PreTrainedTokenizerBase) -> None:
+    def start(cls, tokenizer: PreTrainedTokenizerBase) -> None:
         cls.tokenizer = tokenizer
 
     @classmethod
     def encode(cls, row: Row) -> Document | str:
+        """A row's document, or a message why there is none."""
         try:
             document = encode_chat(cls.tokenizer, row.messages, ended=row.ended)
-            return Document(array("i", document.tokens), array("b", document.assistant))  # lists take ten times as much
+            return Document(
+                array("i", document.tokens), array("b", document.assistant)
+            )  # lists take ten times the memory
         except MarsError as error:
             return f"{row.where}: {error}"
 
@@ -132,6 +135,6 @@ def _on_bad_row(data: Data, counts: Counter[str], bad_rows: list[str]) -> Callab
         counts["bad"] += 1
         bad_rows.append(message)
         if counts["bad"] <= REPORTED:
-            Console(stderr=True).print(f"skipped {message}", style="yellow", markup=False, soft_wrap=True)
+            warn(f"skipped {message}")
 
     return report

@@ -1,4 +1,4 @@
-"""From a finished stage to what other people load: a plain Hugging Face checkpoint with a card, and the adapter."""
+"""The published result of a training: a plain Hugging Face checkpoint with a model card, and the adapter."""
 
 from __future__ import annotations
 

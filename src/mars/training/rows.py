@@ -1,4 +1,4 @@
-"""Where chats come from: JSON, JSON Lines and Parquet files, folders of them, and data sets of the Hugging Face hub."""
+"""Chats from JSON, JSON Lines and Parquet files, folders of them, and data sets of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, TextIO, cast
 
+from rich.console import Console
+
 from mars.errors import MarsError
 
 Chat = list[dict[str, str]]
 Convert = Callable[[Mapping[str, Any]], Chat]
 Found = tuple[str, Any]
-"""Where a row stands, and the row itself: a value, or a line of JSON not yet read"""
+"""Where a row is, and the row itself: a value, or a line of JSON that is not parsed yet"""
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".ndjson.gz", ".parquet")
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
@@ -32,9 +34,9 @@ class Row:
     """``data.jsonl:17``, lines counted from 1; ``data.parquet[17]`` or ``owner/name[17]``, rows counted from 0"""
     messages: Chat
     ended: bool = True
-    """False (``"ended": false`` in the row): the last answer was cut off, so its end is nothing to learn from"""
+    """False (``"ended": false`` in the row): the last answer was cut off, so its end is not learned"""
     category: str | None = None
-    """As Spec-Bench has them"""
+    """As in Spec-Bench"""
 
 
 # --- row formats
@@ -73,12 +75,12 @@ def _turns(row: Mapping[str, Any]) -> Iterator[dict[str, str]]:
 
 
 def _first(row: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
-    """The value of the first key that has one: tables fill the columns a row does not use with null."""
+    """The value of the first key that has one: tables have null in columns that a row does not use."""
     return next((row[key] for key in keys if row.get(key) is not None), None)
 
 
 def _said(value: Any, role: str | None = None) -> Iterator[dict[str, str]]:
-    """Messages from a list of them, or one from a text if it is known whose ``role`` it is."""
+    """Messages from a list of them, or one from a text if its ``role`` is given."""
     if isinstance(value, str) and role:
         value = [{"role": role, "content": value}]
     if not isinstance(value, list):
@@ -101,7 +103,7 @@ def _message(value: Any) -> dict[str, str]:
 
 
 def _text(content: Any) -> str:
-    """A text, also one given as a list of text parts."""
+    """A text, which may be given as a list of text parts."""
     parts = content if isinstance(content, list) else [content]
     texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     if not all(isinstance(text, str) for text in texts):
@@ -114,13 +116,17 @@ def _text(content: Any) -> str:
 # --- sources
 
 
+def warn(message: str) -> None:
+    Console(stderr=True).print(message, style="yellow", markup=False, soft_wrap=True)
+
+
 def read_rows(
     source: str | Path, *, on_bad_row: Callable[[str], None], convert: Convert = to_messages
 ) -> Iterator[Row]:
     """Every usable row of a file, a folder or a hub data set (``owner/name`` or ``owner/name:split``).
 
-    A row that cannot be used is told to ``on_bad_row``, which raises to stop there. A source that cannot be read raises
-    ``MarsError``, a missing one before the first row is asked for.
+    For a row that cannot be used, ``on_bad_row`` is called with a message; it may raise. A source that cannot be read
+    raises ``MarsError``, a missing one before the first row is asked for.
     """
     return _usable(_find(source), on_bad_row, convert)
 
@@ -181,7 +187,9 @@ def _json(path: Path) -> Iterator[Found]:
     """An object on each line; a .json file may be one list instead."""
     name = path.name.lower()
     opener = gzip.open if name.endswith(".gz") else open
-    with cast(TextIO, opener(path, "rt", encoding="utf-8-sig")) as file:  # Windows programs put a mark before the text
+    with cast(
+        TextIO, opener(path, "rt", encoding="utf-8-sig")
+    ) as file:  # Windows programs start a text with a byte-order mark
         opening = next((line for line in file if line.strip()), "")
         file.seek(0)
         if name.removesuffix(".gz").endswith(".json") and opening.lstrip().startswith("["):
