@@ -6,9 +6,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from mars.api import Model
 from mars.baselines import block_cache, sliding_window
@@ -52,12 +54,12 @@ def open_peer(name: str, checkpoint: Checkpoint, source: str | None, rows: int, 
     if name == "vllm":
         with open_vllm(checkpoint, source, rows, length) as decode:
             yield Decoder(label, decode, is_elsewhere=True)
-    elif name == "transformers":
-        yield Decoder(label, _transformers(checkpoint))
-    elif name == "sliding-window":
-        yield Decoder(label, _sliding_window(checkpoint))
-    else:
-        yield Decoder(label, _block_cache(checkpoint, int(name.partition("=")[2])))
+        return
+    kind, _, size = name.partition("=")
+    decoders = {"transformers": _transformers, "sliding-window": _sliding_window}
+    yield Decoder(
+        label, partial(decoders[kind], checkpoint) if not size else partial(_block_cache, checkpoint, int(size))
+    )
 
 
 # --- transformers
@@ -77,35 +79,27 @@ class _Clock:
         pass
 
 
-def _transformers(checkpoint: Checkpoint) -> Decode:
+def _transformers(checkpoint: Checkpoint, prompts: Sequence[list[int]], max_new_tokens: int) -> Round:
     """The model's own ``generate``, prompts padded at the left."""
     ends = sorted(checkpoint.end_tokens)
-    options: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0, "pad_token_id": ends[0] if ends else 0}
-    options["eos_token_id"] = ends or None
+    padding = ends[0] if ends else 0
+    options: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0, "pad_token_id": padding}
+    options |= {"eos_token_id": ends or None, "max_new_tokens": max_new_tokens}
     if checkpoint.mask_token_id is not None:
         options["suppress_tokens"] = [checkpoint.mask_token_id]
-
-    def decode(prompts: Sequence[list[int]], max_new_tokens: int) -> Round:
-        clock = _Clock()
-        longest = max(map(len, prompts))
-        padded = [[options["pad_token_id"]] * (longest - len(prompt)) + prompt for prompt in prompts]
-        seen = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        ids, attention_mask = (torch.tensor(each, device=checkpoint.device) for each in (padded, seen))
-        with own_attention(checkpoint.module) as model:
-            out = model.generate(
-                ids, attention_mask=attention_mask, streamer=clock, max_new_tokens=max_new_tokens, **options
-            )
-        times = clock.times[1:]  # the first is the prompt's
-        texts = [_cut(row, checkpoint.end_tokens) for row in out[:, longest:].tolist()]
-        return Round([_answer(checkpoint, text, times[: len(text)], checked=len(text)) for text in texts], len(times))
-
-    return decode
-
-
-def _cut(tokens: list[int], end_tokens: frozenset[int]) -> list[int]:
-    """Without the padding after the end token."""
-    last = next((index for index, token in enumerate(tokens) if token in end_tokens), len(tokens))
-    return tokens[: last + 1]
+    clock = _Clock()
+    texts = [torch.tensor(prompt, device=checkpoint.device) for prompt in prompts]
+    layout: dict[str, Any] = {"batch_first": True, "padding_side": "left"}
+    ids = pad_sequence(texts, padding_value=padding, **layout)
+    mask = pad_sequence([torch.ones_like(text) for text in texts], **layout)
+    with own_attention(checkpoint.module) as model:
+        out = model.generate(ids, attention_mask=mask, streamer=clock, **options)
+    times = clock.times[1:]  # the first is the prompt's
+    answers = []
+    for row in out[:, ids.shape[1] :].tolist():
+        tokens = row[: next((index for index, token in enumerate(row, 1) if token in ends), len(row))]
+        answers.append(_answer(checkpoint, tokens, times[: len(tokens)], checked=len(tokens)))
+    return Round(answers, len(times))
 
 
 def _answer(checkpoint: Checkpoint, tokens: list[int], times: list[float], checked: int = 0) -> Generation:
@@ -136,21 +130,16 @@ def open_vllm(checkpoint: Checkpoint, source: str | None, rows: int, length: int
             sampling = vllm.SamplingParams(
                 temperature=0.0, max_tokens=max_new_tokens, stop_token_ids=sorted(checkpoint.end_tokens)
             )
-            asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-            outputs = llm.generate(asked, sampling, use_tqdm=False)
-            return Round(
-                [_answer(checkpoint, list(each.outputs[0].token_ids), _times(each.metrics)) for each in outputs]
-            )
+            answers = []
+            for each in llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False):
+                times, metrics = [], each.metrics
+                if metrics is not None:  # of the first and the last token
+                    first = metrics.first_token_latency
+                    times = [first, first + metrics.last_token_ts - metrics.first_token_ts]
+                answers.append(_answer(checkpoint, list(each.outputs[0].token_ids), times))
+            return Round(answers)
 
         yield decode
-
-
-def _times(metrics: Any) -> list[float]:
-    """When the first and the last token came, if vLLM says so."""
-    if metrics is None:
-        return []
-    first = metrics.first_token_latency
-    return [first, first + metrics.last_token_ts - metrics.first_token_ts]
 
 
 # --- the paper's decoders
@@ -161,24 +150,17 @@ def _paper_requests(checkpoint: Checkpoint, prompts: Sequence[list[int]], max_ne
     return [model.request(prompt, dial=PAPER_DIAL, max_new_tokens=max_new_tokens) for prompt in prompts]
 
 
-def _block_cache(checkpoint: Checkpoint, size: int) -> Decode:
-    def decode(prompts: Sequence[list[int]], max_new_tokens: int) -> Round:
-        answers = block_cache(checkpoint, _paper_requests(checkpoint, prompts, max_new_tokens), size)
-        return Round(answers, max(answer.forwards for answer in answers))
-
-    return decode
+def _block_cache(checkpoint: Checkpoint, size: int, prompts: Sequence[list[int]], max_new_tokens: int) -> Round:
+    answers = block_cache(checkpoint, _paper_requests(checkpoint, prompts, max_new_tokens), size)
+    return Round(answers, max(answer.forwards for answer in answers))
 
 
-def _sliding_window(checkpoint: Checkpoint) -> Decode:
+def _sliding_window(checkpoint: Checkpoint, prompts: Sequence[list[int]], max_new_tokens: int) -> Round:
     """One request after another; the time a request waits for the others counts."""
-
-    def decode(prompts: Sequence[list[int]], max_new_tokens: int) -> Round:
-        answers: list[Generation] = []
-        started = time.perf_counter()
-        for request in _paper_requests(checkpoint, prompts, max_new_tokens):
-            waited = time.perf_counter() - started
-            answer = sliding_window(checkpoint, request)
-            answers.append(replace(answer, times=[waited + each for each in answer.times]))
-        return Round(answers, sum(answer.forwards for answer in answers))
-
-    return decode
+    answers: list[Generation] = []
+    started = time.perf_counter()
+    for request in _paper_requests(checkpoint, prompts, max_new_tokens):
+        waited = time.perf_counter() - started
+        answer = sliding_window(checkpoint, request)
+        answers.append(replace(answer, times=[waited + each for each in answer.times]))
+    return Round(answers, sum(answer.forwards for answer in answers))

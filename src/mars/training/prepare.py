@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import random
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -79,17 +78,25 @@ def _documents(
     data: Data, sources: list[str], tokenizer: PreTrainedTokenizerBase, bad_rows: list[str]
 ) -> tuple[list[Document], str]:
     """Every usable chat, and a sentence about the others."""
-    counts: Counter[str] = Counter()
-    documents = []
-    for document in _encoded(sources, tokenizer, _on_bad_row(data, counts, bad_rows)):
-        too_long = len(document.tokens) > data.length
-        counts["too long"] += too_long
+    documents: list[Document] = []
+    too_long, before = 0, len(bad_rows)
+
+    def on_bad_row(message: str) -> None:
+        if data.bad_rows == "stop":
+            raise MarsError(message)
+        bad_rows.append(message)
+        if len(bad_rows) - before <= REPORTED:
+            warn(f"skipped {message}")
+
+    for document in _encoded(sources, tokenizer, on_bad_row):
+        is_long = len(document.tokens) > data.length
+        too_long += is_long
         kept = Document(document.tokens[: data.length], document.assistant[: data.length])
-        if not too_long or (data.long_rows == "cut" and any(kept.assistant)):
+        if not is_long or (data.long_rows == "cut" and any(kept.assistant)):
             documents.append(kept)
     fate = "dropped" if data.long_rows == "drop" else "cut"
-    long = f"{counts['too long']} longer than {data.length} tokens ({fate})"
-    return documents, f"{len(documents)} chats, {long}, {counts['bad']} bad rows skipped"
+    long = f"{too_long} longer than {data.length} tokens ({fate})"
+    return documents, f"{len(documents)} chats, {long}, {len(bad_rows) - before} bad rows skipped"
 
 
 def _encoded(
@@ -126,15 +133,3 @@ class _Worker:
             )  # lists take ten times the memory
         except MarsError as error:
             return f"{row.where}: {error}"
-
-
-def _on_bad_row(data: Data, counts: Counter[str], bad_rows: list[str]) -> Callable[[str], None]:
-    def report(message: str) -> None:
-        if data.bad_rows == "stop":
-            raise MarsError(message)
-        counts["bad"] += 1
-        bad_rows.append(message)
-        if counts["bad"] <= REPORTED:
-            warn(f"skipped {message}")
-
-    return report
