@@ -387,31 +387,22 @@ def demo() -> None:
         for dial in DEMO_DIALS:
             with console.status(f"{dial}: {prompt}"):
                 answers.append(model.generate(prompt, dial=dial, max_new_tokens=DEMO_TOKENS))
+        texts = Table(expand=True, box=None, padding=(0, 1))
+        table = Table("dial", "tokens per forward", "tokens per second", "agreement", "same text as one-token")
+        for answer in answers:
+            texts.add_column(answer.dial, ratio=1, overflow="fold")
+            same = "yes" if answer.token_ids == answers[0].token_ids else "no"
+            numbers = (answer.tokens_per_forward, answer.tokens_per_second, answer.agreement)
+            table.add_row(answer.dial, *(f"{number:.2f}" for number in numbers), same)
+        texts.add_row(*map(coloured, answers))
         console.rule(prompt, style="dim")
-        console.print(_side_by_side(answers))
-        console.print(_measurements(answers))
+        console.print(texts)
+        console.print(table)
 
 
 def coloured(answer: Generation) -> Text:
     """The text with every forward's tokens in one colour."""
     return Text.assemble(*((piece, COLOURS[step % len(COLOURS)]) for step, piece in enumerate(answer.pieces)))
-
-
-def _side_by_side(answers: list[Generation]) -> Table:
-    table = Table(expand=True, box=None, padding=(0, 1))
-    for answer in answers:
-        table.add_column(answer.dial, ratio=1, overflow="fold")
-    table.add_row(*map(coloured, answers))
-    return table
-
-
-def _measurements(answers: list[Generation]) -> Table:
-    table = Table("dial", "tokens per forward", "tokens per second", "agreement", "same text as one-token")
-    for answer in answers:
-        same = "yes" if answer.token_ids == answers[0].token_ids else "no"
-        numbers = (answer.tokens_per_forward, answer.tokens_per_second, answer.agreement)
-        table.add_row(answer.dial, *(f"{number:.2f}" for number in numbers), same)
-    return table
 
 
 def _summary(answer: Generation) -> str:

@@ -148,7 +148,7 @@ def test_vllm(mars_model: Path, tmp_path: Path, run, vllm: list[tuple[str, dict]
 
 def test_vllm_gets_a_folder_of_what_was_put_together_here(vllm: list[tuple[str, dict]]) -> None:
     checkpoint, prompts = tiny_checkpoint("llama"), [[1, 2, 3], [4, 5]]
-    with open_peer("vllm", checkpoint, None, rows=2, length=32) as peer:
+    with open_peer("vllm", checkpoint, None, max_num_seqs=2, length=32) as peer:
         theirs = peer.decode(prompts, 8)
     assert not Path(vllm[0][0]).exists()
     ours = mars.Model(checkpoint).generate(prompts, dial="one-token", max_new_tokens=8)

@@ -96,14 +96,8 @@ class _Bench:
         for category, prompts in self._prompts.items():
             title = ", ".join(filter(None, (tables.title(decoder.label), f"batch size {batch_size}", category)))
             self._bar.update(self._task, description=title)
-            run = measure(
-                decoder,
-                prompts,
-                self._checkpoint.device,
-                batch_size=batch_size,
-                requests=self._plan.min_requests,
-                max_new_tokens=self._plan.max_new_tokens,
-            )
+            options = {"requests": self._plan.min_requests, "max_new_tokens": self._plan.max_new_tokens}
+            run = measure(decoder, prompts, batch_size=batch_size, **options)
             one_token = self._one_token.setdefault((batch_size, category), run)  # the first dial's
             row = to_row(decoder, batch_size, run, one_token, self._traffic)
             self.rows.append(row if category is None else {"category": category, **row})

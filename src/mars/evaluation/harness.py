@@ -1,9 +1,6 @@
-"""The model class ``mars`` for EleutherAI's lm-eval: every task of the harness, at every dial.
+"""The model class ``mars`` for EleutherAI's lm-eval; run as a module, this is lm-eval's command line with that class.
 
-    python -m mars.evaluation.harness run --model mars --model_args pretrained=MODEL,dial=exact --tasks gsm8k -b auto
-
-The arguments are those of lm-eval's own command line. In Python, importing this module makes the class known to
-lm-eval. With one-token and with exact, the answers are those of lm-eval's class ``hf``.
+python -m mars.evaluation.harness run --model mars --model_args pretrained=MODEL,dial=exact --tasks gsm8k -b auto
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ if "mars" not in model_registry:
 
 
 class MarsLM(TemplateLM):
-    """A checkpoint as a model of lm-eval."""
+    """A checkpoint as a model of lm-eval. With one-token and exact, the answers are those of lm-eval's class ``hf``."""
 
     def __init__(
         self,
@@ -186,17 +183,16 @@ class MarsLM(TemplateLM):
     # --- scoring
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        windows = [self._windows(*each.args) for each in requests]
+        windows: list[list[Scored]] = []  # parts of the texts that fit the model; each token is predicted once
+        for each in requests:
+            tokens = self.tok_encode(*each.args)
+            rolling = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
+            windows.append([(None, *make_disjoint_window(window)) for window in rolling])
         scores = iter(self._loglikelihood_tokens(list(chain(*windows)), disable_tqdm=disable_tqdm))
         totals = [sum(score for score, _ in islice(scores, len(each))) for each in windows]
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
-
-    def _windows(self, text: str) -> list[Scored]:
-        """A text in parts that fit the model; each token is predicted once."""
-        rolling = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, context_len=1)
-        return [(None, *make_disjoint_window(each)) for each in rolling]
 
     @torch.inference_mode()
     def _loglikelihood_tokens(

@@ -45,21 +45,24 @@ def check_model(name: str, checkpoint: Checkpoint) -> None:
 
 
 @contextmanager
-def open_peer(name: str, checkpoint: Checkpoint, source: str | None, rows: int, length: int) -> Iterator[Decoder]:
-    """A peer that can answer ``rows`` prompts at once, with texts of at most ``length`` tokens.
+def open_peer(
+    name: str, checkpoint: Checkpoint, source: str | None, max_num_seqs: int, length: int
+) -> Iterator[Decoder]:
+    """A peer that can answer ``max_num_seqs`` prompts at once, with texts of at most ``length`` tokens.
 
     ``source`` is a folder or hub id with the very same weights; None: there is none.
     """
     label = {"peer": name, "window": None}
     if name == "vllm":
-        with open_vllm(checkpoint, source, rows, length) as decode:
-            yield Decoder(label, decode, is_elsewhere=True)
+        with open_vllm(checkpoint, source, max_num_seqs, length) as decode:
+            yield Decoder(label, decode, device=None)
         return
     kind, _, size = name.partition("=")
-    decoders = {"transformers": _transformers, "sliding-window": _sliding_window}
-    yield Decoder(
-        label, partial(decoders[kind], checkpoint) if not size else partial(_block_cache, checkpoint, int(size))
-    )
+    if kind == "block-cache":
+        decode = partial(_block_cache, checkpoint, int(size))
+    else:
+        decode = partial(_transformers if kind == "transformers" else _sliding_window, checkpoint)
+    yield Decoder(label, decode, checkpoint.device)
 
 
 # --- transformers
@@ -121,10 +124,12 @@ def _answer(checkpoint: Checkpoint, tokens: list[int], times: list[float], check
 
 
 @contextmanager
-def open_vllm(checkpoint: Checkpoint, source: str | None, rows: int, length: int, **options: Any) -> Iterator[Decode]:
+def open_vllm(
+    checkpoint: Checkpoint, source: str | None, max_num_seqs: int, length: int, **options: Any
+) -> Iterator[Decode]:
     """One token at a time through vLLM's own ``generate``. ``options`` are vLLM's."""
     vllm = import_vllm()
-    with load_vllm(checkpoint, source, rows, length, **options) as llm:
+    with load_vllm(checkpoint, source, max_num_seqs, length, **options) as llm:
 
         def decode(prompts: Sequence[list[int]], max_new_tokens: int) -> Round:
             sampling = vllm.SamplingParams(

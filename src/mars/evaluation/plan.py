@@ -83,23 +83,13 @@ class Plan:
         return fitting
 
 
-def make_plan(
-    *,
-    dials: str,
-    batch_sizes: str,
-    peers: str | None,
-    prompts: Path | None,
-    out: Path,
-    engine: Engine = "mars",
-    by_category: bool = False,
-    **options: Any,
-) -> Plan:
+def make_plan(*, dials: str, batch_sizes: str, peers: str | None, by_category: bool, **options: Any) -> Plan:
     """Read and check the options, of which lists have commas between their items. Makes the folder of ``out``."""
     check_counts({"--max-new-tokens": options["max_new_tokens"], "--min-requests": options["min_requests"]})
     wanted = list_of("--dials", dials)
     sizes = list_of("--batch-sizes", batch_sizes)
     others = [] if peers is None else list_of("--peers", peers)
-    check_dials(engine, wanted)
+    check_dials(options["engine"], wanted)
     if wrong := [size for size in sizes if not size.isdecimal() or int(size) < 1]:
         raise MarsError(f"--batch-sizes must be whole numbers of 1 or more, not {wrong[0]!r}")
     for peer in others:
@@ -108,11 +98,8 @@ def make_plan(
         dials=list(dict.fromkeys(["one-token", *wanted])),
         batch_sizes=sorted({int(size) for size in sizes}),
         peers=others,
-        prompts=prompts,
-        engine=engine,
-        out=_checked(out),
-        questions=_questions(prompts, by_category),
-        **options,
+        questions=_questions(options["prompts"], by_category),
+        **options | {"out": _checked(options["out"])},
     )
 
 

@@ -12,7 +12,7 @@ from mars.errors import MarsError
 from mars.evaluation import plots
 from mars.evaluation.benchmarks import BENCHMARKS
 from mars.evaluation.page import Answers, Cell, Line, Page, Picture, Section, Table, count, render
-from mars.evaluation.results import PLAIN, Bench, Checkpoint, Difference, Example, Score, Sources, Speed, read_all
+from mars.evaluation.results import PLAIN, Bench, Checkpoint, Difference, Example, Score, Sources, read_all
 
 EXACT = "exact"
 FRONTIER_DIALS = 3
@@ -188,7 +188,12 @@ def _speed(sources: Sources) -> Section:
     for tag, bench in sources.benches:
         if rows := [row for row in bench.rows if row.category is None]:
             caption = "Tokens per second; below it, times one-token's, and tokens per forward."
-            cells = {(row.name, row.batch_size): _speed_cell(row) for row in rows}
+            cells = {}
+            for row in rows:
+                notes = [] if row.name == PLAIN else [f"{row.ratio_to_one_token:.2f} ×"]
+                if row.name != PLAIN and row.tokens_per_forward:
+                    notes.append(f"{row.tokens_per_forward:.2f} tok/fwd")
+                cells[row.name, row.batch_size] = Cell(_rate(row.tokens_per_second), notes=notes)
             tables.append(_by_batch_size(tag, bench, caption, cells))
             plot = partial(plots.speed, [row.model_dump() for row in rows])
             pictures.append(Picture(f"speed-{tag}", f"{_subject(bench)}, tokens per second", [tag], plot))
@@ -205,7 +210,10 @@ def _categories(sources: Sources) -> Section:
             caption = "Tokens per second of exact over one-token's; below it, both, and exact's tokens per forward."
             cells = {}
             for row in rows:
-                cells[str(row.category), row.batch_size] = _gain(row, plain.get((row.category, row.batch_size)))
+                both = (plain.get((row.category, row.batch_size)), row.tokens_per_second)
+                rates = " → ".join(_rate(rate) for rate in both if rate)
+                notes = [f"{rates} tok/s", f"{row.tokens_per_forward or 1:.2f} tok/fwd"]
+                cells[str(row.category), row.batch_size] = Cell(f"{row.ratio_to_one_token:.2f} ×", notes=notes)
             tables.append(_by_batch_size(tag, bench, caption, cells))
             plot = partial(plots.by_category, [row.model_dump() for row in rows])
             pictures.append(Picture(f"categories-{tag}", f"{_subject(bench)}, exact over one-token", [tag], plot))
@@ -220,18 +228,6 @@ def _by_batch_size(tag: int, bench: Bench, caption: str, cells: dict[tuple[str, 
     prompts = Path(bench.options.prompts).name if bench.options.prompts else "the built-in ones"
     caption += f" Prompts: {prompts}; up to {bench.options.max_new_tokens:,} new tokens."
     return Table(_subject(bench), caption, [Cell(f"{size:,}", notes=["at once"]) for size in sizes], lines)
-
-
-def _speed_cell(row: Speed) -> Cell:
-    ratio, gain = f"{row.ratio_to_one_token:.2f} ×", row.tokens_per_forward
-    notes = [] if row.name == PLAIN else [ratio, f"{gain:.2f} tok/fwd"] if gain else [ratio]
-    return Cell(_rate(row.tokens_per_second), notes=notes)
-
-
-def _gain(row: Speed, plain: float | None) -> Cell:
-    rates = " → ".join(_rate(rate) for rate in (plain, row.tokens_per_second) if rate)
-    notes = [f"{rates} tok/s", f"{row.tokens_per_forward or 1:.2f} tok/fwd"]
-    return Cell(f"{row.ratio_to_one_token:.2f} ×", notes=notes)
 
 
 def _rate(value: float) -> str:

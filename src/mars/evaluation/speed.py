@@ -47,8 +47,8 @@ class Decoder:
     label: dict[str, str | None]
     """``dial`` or ``peer``, and ``window``"""
     decode: Decode
-    is_elsewhere: bool = False
-    """Does it run in another process, whose memory cannot be measured?"""
+    device: torch.device | None
+    """None: it runs in another process, whose memory cannot be measured"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def with_dial(model: Model, dial: str, window: str | None) -> Decoder:
         answers = model.generate(list(prompts), dial=dial, window=window, max_new_tokens=max_new_tokens)
         return Round(answers, engine.steps - forwards, engine.places - places)
 
-    return Decoder({"dial": dial, "window": window or "auto"}, decode)
+    return Decoder({"dial": dial, "window": window or "auto"}, decode, model.checkpoint.device)
 
 
 def with_vllm(llm: Any, model: Model, dial: str) -> Decoder:
@@ -93,7 +93,7 @@ def with_vllm(llm: Any, model: Model, dial: str) -> Decoder:
         answers = dict(vllm.generate(llm, model.checkpoint, requests))
         return Round([answers[index] for index in range(len(requests))])
 
-    return Decoder({"dial": dial, "window": "chain"}, decode, is_elsewhere=True)
+    return Decoder({"dial": dial, "window": "chain"}, decode, device=None)
 
 
 def forget_prompts(engine: Engine) -> None:
@@ -102,20 +102,14 @@ def forget_prompts(engine: Engine) -> None:
 
 
 def measure(
-    decoder: Decoder,
-    prompts: Sequence[list[int]],
-    device: torch.device,
-    *,
-    batch_size: int,
-    requests: int,
-    max_new_tokens: int,
+    decoder: Decoder, prompts: Sequence[list[int]], *, batch_size: int, requests: int, max_new_tokens: int
 ) -> Run:
     """Answer batch after batch until there were enough requests; prompts are repeated where there are too few."""
     asked = list(islice(cycle(prompts), -(-requests // batch_size) * batch_size))
     batches = [asked[start : start + batch_size] for start in range(0, len(asked), batch_size)]
     decoder.decode(batches[0], min(WARM_UP_TOKENS, max_new_tokens))
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if decoder.device and decoder.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(decoder.device)
     started = time.perf_counter()
     rounds = [decoder.decode(batch, max_new_tokens) for batch in batches]
     return Run(
@@ -124,7 +118,7 @@ def measure(
         time.perf_counter() - started,
         _sum(each.forwards for each in rounds),
         _sum(each.window_tokens for each in rounds),
-        None if decoder.is_elsewhere else _peak_memory(device),
+        _peak_memory(decoder.device) if decoder.device else None,
     )
 
 

@@ -27,7 +27,7 @@ def paired(mine: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
     """
     differences = [each - other for each, other in zip(mine, theirs, strict=True)]
     better, worse = sum(each > 0 for each in differences), sum(each < 0 for each in differences)
-    n = len(differences) + 2
+    decided, n = better + worse, len(differences) + 2
     mean = sum(differences) / n
     half = Z * sqrt((2 + sum(each * each for each in differences)) / n - mean * mean) / sqrt(n)
     return {
@@ -36,10 +36,5 @@ def paired(mine: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
         "difference": sum(differences) / max(len(differences), 1),
         "low": max(mean - half, -1.0),
         "high": min(mean + half, 1.0),
-        "p": _sign_test(min(better, worse), better + worse),
+        "p": min(2 * sum(comb(decided, k) for k in range(min(better, worse) + 1)) / 2**decided, 1.0),
     }
-
-
-def _sign_test(fewer: int, n: int) -> float:
-    """Probability that ``n`` fair coins are at least as uneven."""
-    return min(2 * sum(comb(n, k) for k in range(fewer + 1)) / 2**n, 1.0)

@@ -30,7 +30,7 @@ def import_vllm() -> Any:
 
 @contextmanager
 def load_vllm(
-    checkpoint: Checkpoint, source: str | None, rows: int, length: int | None, **options: Any
+    checkpoint: Checkpoint, source: str | None, max_num_seqs: int, length: int | None, **options: Any
 ) -> Iterator[Any]:
     """vLLM with the model from the folder or hub id ``source``; None: it is saved first. ``options`` are vLLM's."""
     vllm = import_vllm()
@@ -41,7 +41,7 @@ def load_vllm(
         llm = vllm.LLM(
             model=source,
             dtype=str(checkpoint.module.dtype).removeprefix("torch."),
-            max_num_seqs=rows,
+            max_num_seqs=max_num_seqs,
             max_model_len=length,
             enable_prefix_caching=False,  # prompts of an earlier round must not be cached
             disable_log_stats=False,  # needed for the times of the tokens

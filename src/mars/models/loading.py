@@ -46,16 +46,17 @@ def load_checkpoint(
         name, adapter = _base_of(Path(name)), adapter or name
     elif name == builtin.NAME:
         adapter = adapter or builtin.ADAPTER
-    device = _pick_device(device)
-    dtype = _pick_dtype(dtype, device)
-    model, tokenizer = _load(name, dtype)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model, tokenizer = _load(name, _pick_dtype(dtype, device))
     refuse_model(name, model)
     settings = Settings.read(model.generation_config)
     if adapter is not None:
         folder = Path(_expand(adapter))
         tokenizer = _adopt_tokenizer(model, tokenizer, folder)
         model = _merge(model, folder)
-        settings = _adapter_settings(folder) or settings
+        _check_generation_config(folder)
+        if (folder / "generation_config.json").is_file():
+            settings = Settings.read(GenerationConfig.from_pretrained(folder)) or settings
     model = model.to(device).eval().requires_grad_(False)
     if device.type == "cpu":
         store_by_columns(model)
@@ -97,7 +98,11 @@ def _load(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTok
     except MarsError:
         raise
     except Exception as error:  # transformers, safetensors and the hub client each raise their own
-        raise MarsError(_explain(name, error)) from error
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        if Path(name).is_dir():
+            raise MarsError(f"the folder {name} does not hold a usable model: {first_line}") from error
+        hint = f"give a hub id, a folder, a .gguf file or {builtin.NAME}"
+        raise MarsError(f"no model {name!r} could be loaded ({first_line}): {hint}") from error
 
 
 def _check_generation_config(folder: Path) -> None:
@@ -107,14 +112,6 @@ def _check_generation_config(folder: Path) -> None:
             json.loads(path.read_text())
     except ValueError as error:
         raise MarsError(f"{path} is damaged: {error}") from None
-
-
-def _explain(name: str, error: Exception) -> str:
-    first_line = next(iter(str(error).splitlines()), type(error).__name__)
-    if Path(name).is_dir():
-        return f"the folder {name} does not hold a usable model: {first_line}"
-    hint = f"give a hub id, a folder, a .gguf file or {builtin.NAME}"
-    return f"no model {name!r} could be loaded ({first_line}): {hint}"
 
 
 def _base_of(adapter: Path) -> str:
@@ -151,19 +148,6 @@ def _merge(model: PreTrainedModel, adapter: Path) -> PreTrainedModel:
             return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     except Exception as error:  # peft raises what the mismatch happens to hit
         raise MarsError(f"the adapter {adapter} does not fit the model: {error}") from error
-
-
-def _adapter_settings(adapter: Path) -> Settings | None:
-    _check_generation_config(adapter)
-    if not (adapter / "generation_config.json").is_file():
-        return None
-    return Settings.read(GenerationConfig.from_pretrained(adapter))
-
-
-def _pick_device(device: str | torch.device | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:

@@ -1,7 +1,4 @@
-"""MARS settings of a checkpoint, stored under ``mars`` in its ``generation_config.json``.
-
-It stays a plain Hugging Face checkpoint: other software ignores the key.
-"""
+"""MARS settings of a checkpoint: under ``mars`` in its ``generation_config.json``, which other software ignores."""
 
 from __future__ import annotations
 

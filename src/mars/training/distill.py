@@ -1,8 +1,4 @@
-"""Training data that a model generates itself: answers to given prompts, and prompts.
-
-Training on its own answers changes a model's one-token mode least and needs no data set. The output is JSONL with one
-chat per line; a run that was cut off is continued.
-"""
+"""Training data that a model generates itself, which changes its one-token mode least: answers, and prompts too."""
 
 from __future__ import annotations
 
@@ -65,7 +61,10 @@ class Distillation:
 
 
 def distill(checkpoint: Checkpoint, sources: Sequence[str], out: Path, plan: Distillation) -> Counter[str]:
-    """Answer the prompts of all sources and the model's own; returns counts of what was kept and left out."""
+    """Answer the prompts of all sources and the model's own; returns counts of what was kept and left out.
+
+    ``out`` gets one chat per line; what it has already is continued.
+    """
     if not sources and not plan.own_prompts:
         raise MarsError("there is nothing to answer: give --prompts, or --own-prompts for the model's own")
     if out.is_dir():

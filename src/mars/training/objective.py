@@ -1,9 +1,4 @@
-"""The training loss over both streams, installed as the forward of a causal language model.
-
-Trainers, DDP and FSDP call the model itself, so `Objective.installed` replaces its ``forward``. It runs the body once
-over ``[clean | masked]`` and the output layer in chunks, over positions with a label only: the logits of a whole batch
-never exist at once.
-"""
+"""The training loss over both streams, installed as the forward of a causal language model."""
 
 from __future__ import annotations
 
@@ -24,7 +19,7 @@ from mars.training.attention import NAME, stream_masks
 from mars.training.recipe import Loss
 
 CHUNK = 2048
-"""Positions whose logits exist at once"""
+"""Positions whose logits exist at once: the logits of a whole batch would not fit"""
 Batch = dict[str, Any]
 Teacher = tuple["Head", Tensor, Tensor]
 """An output layer, hidden states, and the indices of those to compare with"""
@@ -97,7 +92,10 @@ class Objective:
 
     @contextmanager
     def installed(self, model: PreTrainedModel) -> Iterator[None]:
-        """Make a causal language model compute this loss. An adapter must be in place already."""
+        """Make this loss the ``forward`` of a causal language model, because trainers, DDP and FSDP call the model.
+
+        An adapter must be in place already.
+        """
         self.windows = examine(model)
         self._answer = torch.compile(_answer, dynamic=False) if self.compiled else _answer
         if self.compiled:

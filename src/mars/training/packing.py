@@ -111,25 +111,20 @@ class Collator:
         if self.streams is None:
             empty = torch.empty(len(items), 0, dtype=torch.long)
             return batch_tensors(lay_out(pack, empty, 1, self.mask_token), length)
-        block_size = self._block_size(items[0][1] // self.rows_per_step)
+        sizes, step = self.streams.block_sizes, items[0][1] // self.rows_per_step
+        block_size = sizes[int(torch.randint(len(sizes), (), generator=self._generator(-1 - step)))]
         if self.streams.anchors == "fixed":
             anchors = fixed_anchors(pack, block_size)
             anchors = torch.nn.functional.pad(anchors, (0, -anchors.shape[1] % FIXED_STEP), value=PADDING)
             laid_out = lay_out(pack, anchors, block_size, self.mask_token)
         else:
             width = round(length * self.streams.masked)
-            anchors = self._draw(pack, [item for _, item in items], max(1, width // (block_size - 1)))
+            groups = max(1, width // (block_size - 1))
+            generators = [self._generator(item) for _, item in items]
+            drawn = [random_anchors(take(pack, [row]), groups, each) for row, each in enumerate(generators)]
+            anchors = torch.cat(drawn)
             laid_out = lay_out(pack, anchors, block_size - 1, self.mask_token, max(width, block_size - 1))
         return batch_tensors(laid_out, length, self.decay)
-
-    def _block_size(self, step: int) -> int:
-        sizes = self.streams.block_sizes if self.streams else [2]
-        return sizes[int(torch.randint(len(sizes), (), generator=self._generator(-1 - step)))]
-
-    def _draw(self, pack: Pack, items: Sequence[int], groups: int) -> Tensor:
-        rows = [Pack(*(each[row : row + 1] for each in pack)) for row in range(len(items))]
-        drawn = [random_anchors(each, groups, self._generator(item)) for each, item in zip(rows, items, strict=True)]
-        return torch.cat(drawn)
 
     def _generator(self, number: int) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed * 1_000_003 + number)

@@ -18,10 +18,6 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-def _a_dial(text: str) -> str:
-    return str(Dial.parse(text))
-
-
 class Data(Section):
     train: list[str] = Field(min_length=1)
     """Files, folders or hub names; see `mars.training.rows`"""
@@ -82,7 +78,7 @@ class Recipe(Section):
     """Options of peft's LoraConfig; without it all weights are trained"""
     adapter: Path | None = None
     """The folder of an adapter to start from, made with the same ``lora`` options on the same model"""
-    dial: Annotated[str, AfterValidator(_a_dial)] = "exact"
+    dial: Annotated[str, AfterValidator(lambda text: str(Dial.parse(text)))] = "exact"
     """The dial that the finished checkpoint decodes with"""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Of the finished checkpoint's weights"""

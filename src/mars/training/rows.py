@@ -176,7 +176,11 @@ def _suffixed(path: Path) -> bool:
 
 def _file(path: Path) -> Iterator[Found]:
     try:
-        yield from _parquet(path) if path.suffix.lower() == ".parquet" else _json(path)
+        if path.suffix.lower() == ".parquet":
+            batches = _library("pyarrow.parquet").ParquetFile(path).iter_batches()
+            yield from _numbered(path, chain.from_iterable(batch.to_pylist() for batch in batches))
+        else:
+            yield from _json(path)
     except MarsError:
         raise
     except (OSError, EOFError, zlib.error, ValueError) as error:
@@ -196,11 +200,6 @@ def _json(path: Path) -> Iterator[Found]:
             yield from _numbered(path, json.load(file))
         else:
             yield from ((f"{path}:{number}", line) for number, line in enumerate(file, start=1) if line.strip())
-
-
-def _parquet(path: Path) -> Iterator[Found]:
-    batches = _library("pyarrow.parquet").ParquetFile(path).iter_batches()
-    return _numbered(path, chain.from_iterable(batch.to_pylist() for batch in batches))
 
 
 def _hub(source: str) -> Iterator[Found]:
