@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Option
 
 from mars.errors import MarsError
 
@@ -40,35 +41,31 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-ModelOption = Annotated[str, typer.Option("--model", help="Hub id, folder, .gguf file, or smollm2-135m (built in).")]
-AdapterOption = Annotated[str | None, typer.Option("--adapter", help="Folder of a LoRA adapter to merge (peft).")]
+ModelOption = Annotated[str, Option("--model", help="Hub id, folder, .gguf file, or smollm2-135m (built in).")]
+AdapterOption = Annotated[str | None, Option("--adapter", help="Folder of a LoRA adapter to merge (peft).")]
 DialOption = Annotated[
     str | None,
-    typer.Option("--dial", help="one-token, exact, relaxed=0.3 or threshold=0.9; default: the model's own."),
+    Option("--dial", help="one-token, exact, relaxed=0.3 or threshold=0.9; default: the model's own."),
 ]
 WindowOption = Annotated[
     str | None,
-    typer.Option("--window", help="chain, tree, or tree=N with N mask groups; default: the fastest here and now."),
+    Option("--window", help="chain, tree, or tree=N with N mask groups; default: the fastest here and now."),
 ]
 EngineOption = Annotated[
-    Literal["mars", "vllm"], typer.Option("--engine", help="What decodes: mars, or vLLM with our plugin.")
+    Literal["mars", "vllm"], Option("--engine", help="What decodes: mars, or vLLM with our plugin.")
 ]
-DtypeOption = Annotated[
-    str | None, typer.Option("--dtype", help="bfloat16, float16 or float32; default: the device's.")
-]
-RowsOption = Annotated[int, typer.Option("--rows", help="Requests that are decoded together.")]
-MemoryOption = Annotated[
-    float | None, typer.Option("--memory", help="Cache: bytes, or on a GPU a share of what is free.")
-]
-TokensOption = Annotated[int, typer.Option("--max-new-tokens", help="Longest answer, in tokens.")]
-TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
-SeedOption = Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.")]
-SystemOption = Annotated[str | None, typer.Option("--system", help="System prompt.")]
+DtypeOption = Annotated[str | None, Option("--dtype", help="bfloat16, float16 or float32; default: the device's.")]
+RowsOption = Annotated[int, Option("--rows", help="Requests that are decoded together.")]
+MemoryOption = Annotated[float | None, Option("--memory", help="Cache: bytes, or on a GPU a share of what is free.")]
+TokensOption = Annotated[int, Option("--max-new-tokens", help="Longest answer, in tokens.")]
+TemperatureOption = Annotated[float, Option("--temperature", help="0 is greedy.")]
+SeedOption = Annotated[int | None, Option("--seed", help="Makes sampling repeatable.")]
+SystemOption = Annotated[str | None, Option("--system", help="System prompt.")]
 
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to answer; - reads it from standard input.")],
+    prompt: Annotated[str, Argument(help="What to answer; - reads it from standard input.")],
     model: ModelOption = "smollm2-135m",
     adapter: AdapterOption = None,
     dial: DialOption = None,
@@ -77,8 +74,8 @@ def generate(
     temperature: TemperatureOption = 0.0,
     seed: SeedOption = None,
     system: SystemOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    show_steps: Annotated[bool, typer.Option("--show-steps", help="Colour the text by forward.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object.")] = False,
+    show_steps: Annotated[bool, Option("--show-steps", help="Colour the text by forward.")] = False,
 ) -> None:
     """Answer one prompt."""
     loaded = _warm(_load(model, adapter, dial))
@@ -142,7 +139,7 @@ def chat(
 
 
 @app.command()
-def train(recipe: Annotated[Path, typer.Argument(help="A recipe in YAML; see docs/training.md.")]) -> None:
+def train(recipe: Annotated[Path, Argument(help="A recipe in YAML; see docs/training.md.")]) -> None:
     """Train a model by a recipe; started again after a kill, it goes on where it stopped."""
     from mars.training.recipe import read_recipe
 
@@ -157,17 +154,17 @@ def train(recipe: Annotated[Path, typer.Argument(help="A recipe in YAML; see doc
 
 @app.command()
 def distill(
-    out: Annotated[Path, typer.Argument(help="JSONL file to write; if it is there, it is continued.")],
+    out: Annotated[Path, Argument(help="JSONL file to write; if it is there, it is continued.")],
     model: ModelOption = "smollm2-135m",
     adapter: AdapterOption = None,
-    prompts: Annotated[list[str] | None, typer.Option(help="File, folder or hub name; may be given again.")] = None,
-    own_prompts: Annotated[int, typer.Option(help="Prompts that the model generates itself.")] = 0,
-    temperatures: Annotated[str, typer.Option(help="One answer to every prompt at each of these.")] = "0,0.8",
+    prompts: Annotated[list[str] | None, Option(help="File, folder or hub name; may be given again.")] = None,
+    own_prompts: Annotated[int, Option(help="Prompts that the model generates itself.")] = 0,
+    temperatures: Annotated[str, Option(help="One answer to every prompt at each of these.")] = "0,0.8",
     max_new_tokens: TokensOption = 256,
-    max_prompt_tokens: Annotated[int, typer.Option(help="Longer prompts are left out.")] = 512,
-    min_tokens: Annotated[int, typer.Option(help="Shorter answers are left out.")] = 4,
-    max_repetition: Annotated[float, typer.Option(help="Largest share of repeated four-token sequences.")] = 0.6,
-    drop_cut: Annotated[bool, typer.Option("--drop-cut", help="Leave out answers that hit the limit.")] = False,
+    max_prompt_tokens: Annotated[int, Option(help="Longer prompts are left out.")] = 512,
+    min_tokens: Annotated[int, Option(help="Shorter answers are left out.")] = 4,
+    max_repetition: Annotated[float, Option(help="Largest share of repeated four-token sequences.")] = 0.6,
+    drop_cut: Annotated[bool, Option("--drop-cut", help="Leave out answers that hit the limit.")] = False,
     max_num_seqs: RowsOption = 64,
     seed: SeedOption = 0,
 ) -> None:
@@ -187,21 +184,21 @@ def distill(
 
 @app.command()
 def bench(
-    dials: Annotated[str, typer.Option(help='Dials with commas between; a window may follow one: "exact tree".')],
-    batch_sizes: Annotated[str, typer.Option(help="How many requests run at once, with commas between.")],
-    out: Annotated[Path, typer.Option(help="JSON file to write; a table and plots go beside it.")],
+    dials: Annotated[str, Option(help='Dials with commas between; a window may follow one: "exact tree".')],
+    batch_sizes: Annotated[str, Option(help="How many requests run at once, with commas between.")],
+    out: Annotated[Path, Option(help="JSON file to write; a table and plots go beside it.")],
     model: ModelOption = "smollm2-135m",
     adapter: AdapterOption = None,
-    prompts: Annotated[Path | None, typer.Option(help="JSONL file of prompts or messages; default: built in.")] = None,
+    prompts: Annotated[Path | None, Option(help="JSONL file of prompts or messages; default: built in.")] = None,
     peers: Annotated[
-        str | None, typer.Option(help="Of transformers, vllm, block-cache=16, sliding-window, with commas between.")
+        str | None, Option(help="Of transformers, vllm, block-cache=16, sliding-window, with commas between.")
     ] = None,
     max_new_tokens: TokensOption = 256,
     dtype: DtypeOption = None,
-    min_requests: Annotated[int, typer.Option(help="Fewest requests of a measurement.")] = 16,
+    min_requests: Annotated[int, Option(help="Fewest requests of a measurement.")] = 16,
     engine: EngineOption = "mars",
     by_category: Annotated[
-        bool, typer.Option("--by-category", help="Measure each category of the prompts by itself.")
+        bool, Option("--by-category", help="Measure each category of the prompts by itself.")
     ] = False,
 ) -> None:
     """Measure dials and peers side by side: speed, cost of a forward, agreement."""
@@ -218,26 +215,24 @@ def bench(
 
 @app.command("eval")
 def evaluate(
-    dials: Annotated[str, typer.Option(help="Dials with commas between; the others are compared with the first.")],
-    out: Annotated[Path, typer.Option(help="Folder to write; if it is there, it is continued.")],
+    dials: Annotated[str, Option(help="Dials with commas between; the others are compared with the first.")],
+    out: Annotated[Path, Option(help="Folder to write; if it is there, it is continued.")],
     model: ModelOption = "smollm2-135m",
     adapter: AdapterOption = None,
     tasks: Annotated[
-        str, typer.Option(help="Of ifeval, bbh, mmlu_pro, gpqa, gsm8k, humaneval, with commas between; or all.")
+        str, Option(help="Of ifeval, bbh, mmlu_pro, gpqa, gsm8k, humaneval, with commas between; or all.")
     ] = "all",
-    data: Annotated[
-        Path | None, typer.Option("--data-dir", help="Folder of benchmark files; default: from the hub.")
-    ] = None,
-    limit: Annotated[str | None, typer.Option(help="Items of each task, or such as gsm8k=200,bbh=500.")] = None,
+    data: Annotated[Path | None, Option("--data-dir", help="Folder of benchmark files; default: from the hub.")] = None,
+    limit: Annotated[str | None, Option(help="Items of each task, or such as gsm8k=200,bbh=500.")] = None,
     max_new_tokens: TokensOption = 256,
-    block_size: Annotated[int | None, typer.Option(help="Tokens a forward predicts; default: as trained.")] = None,
+    block_size: Annotated[int | None, Option(help="Tokens a forward predicts; default: as trained.")] = None,
     dtype: DtypeOption = None,
     max_num_seqs: RowsOption = 64,
     memory: MemoryOption = None,
-    name: Annotated[str | None, typer.Option(help="What a report calls the model; default: as given.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the items that a limit leaves.")] = 0,
+    name: Annotated[str | None, Option(help="What a report calls the model; default: as given.")] = None,
+    seed: Annotated[int, Option(help="Of the items that a limit leaves.")] = 0,
     engine: EngineOption = "mars",
-    score_only: Annotated[bool, typer.Option("--score-only", help="Score what is there; needs no model.")] = False,
+    score_only: Annotated[bool, Option("--score-only", help="Score what is there; needs no model.")] = False,
 ) -> None:
     """Score a model on the benchmarks with every dial; started again after a kill, it goes on where it stopped."""
     options = dict(locals())
@@ -257,8 +252,8 @@ def evaluate(
 
 @app.command()
 def report(
-    sources: Annotated[list[Path], typer.Argument(help="Folders of mars eval and JSON files of mars bench.")],
-    out: Annotated[Path, typer.Option(help="Folder to write: report.md, report.html and plots.")],
+    sources: Annotated[list[Path], Argument(help="Folders of mars eval and JSON files of mars bench.")],
+    out: Annotated[Path, Option(help="Folder to write: report.md, report.html and plots.")],
 ) -> None:
     """Put results together on one page, in Markdown and in HTML."""
     try:
@@ -276,31 +271,25 @@ def serve(
     model: ModelOption = "smollm2-135m",
     adapter: AdapterOption = None,
     dial: DialOption = None,
-    floor: Annotated[str | None, typer.Option(help="Loosest dial that may be asked for.")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
+    floor: Annotated[str | None, Option(help="Loosest dial that may be asked for.")] = None,
+    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535)] = 8000,
     rows: RowsOption = 64,
     memory: MemoryOption = None,
-    max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more get a 429.")] = 256,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer allowed.")] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="MARS_API_KEY", help="Needed by all requests, if given.")
-    ] = None,
-    admin_key: Annotated[
-        str | None, typer.Option(envvar="MARS_ADMIN_KEY", help="Needed to set the server's dial.")
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="What the model is called; default: as given.")] = None,
-    target_token: Annotated[float, typer.Option(min=1e-6, help="With --dial auto: most seconds per token.")] = 0.05,
-    target_wait: Annotated[
-        float, typer.Option(min=1e-6, help="With --dial auto: most seconds to the first token.")
-    ] = 1.0,
+    max_waiting: Annotated[int, Option(help="Requests that may wait; more get a 429.")] = 256,
+    max_new_tokens: Annotated[int | None, Option(help="Longest answer allowed.")] = None,
+    api_key: Annotated[str | None, Option(envvar="MARS_API_KEY", help="Needed by all requests, if given.")] = None,
+    admin_key: Annotated[str | None, Option(envvar="MARS_ADMIN_KEY", help="Needed to set the server's dial.")] = None,
+    name: Annotated[str | None, Option(help="What the model is called; default: as given.")] = None,
+    target_token: Annotated[float, Option(min=1e-6, help="With --dial auto: most seconds per token.")] = 0.05,
+    target_wait: Annotated[float, Option(min=1e-6, help="With --dial auto: most seconds to the first token.")] = 1.0,
     warm_up: Annotated[
-        Literal["all", "greedy"], typer.Option(help="What a GPU is made ready for; greedy starts sooner.")
+        Literal["all", "greedy"], Option(help="What a GPU is made ready for; greedy starts sooner.")
     ] = "all",
     log_level: Annotated[
-        Literal["debug", "info", "warning"], typer.Option(help="Of the log, whose lines are JSON.")
+        Literal["debug", "info", "warning"], Option(help="Of the log, whose lines are JSON.")
     ] = "info",
-    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Have prompts and answers in the log.")] = False,
+    log_prompts: Annotated[bool, Option("--log-prompts", help="Have prompts and answers in the log.")] = False,
     engine: EngineOption = "mars",
 ) -> None:
     """Serve a model with OpenAI's API. --dial auto leaves the dial to the load, between exact and --floor.
@@ -353,12 +342,12 @@ def _serve(dial: str | None, floor: str | None, target_token: float, target_wait
 
 @app.command("dial")
 def turn(
-    dial: Annotated[str | None, typer.Argument(help="The new dial; without one, the dial is only shown.")] = None,
+    dial: Annotated[str | None, Argument(help="The new dial; without one, the dial is only shown.")] = None,
     url: Annotated[
         list[str] | None,
-        typer.Option("--url", help=f"Where mars serve listens, {DEFAULT_URL} unless given; may be given again."),
+        Option("--url", help=f"Where mars serve listens, {DEFAULT_URL} unless given; may be given again."),
     ] = None,
-    key: Annotated[str | None, typer.Option("--key", envvar="MARS_ADMIN_KEY", help="The server's admin key.")] = None,
+    key: Annotated[str | None, Option("--key", envvar="MARS_ADMIN_KEY", help="The server's admin key.")] = None,
 ) -> None:
     """Show or set the dial of a running server, or of several."""
     from mars.method.dials import Dial

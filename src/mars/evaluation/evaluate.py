@@ -160,7 +160,11 @@ def score(plan: EvalPlan, bar: Progress, exams: Sequence[Exam] | None = None) ->
             first = first or samples
             mine = folder.runs(exam.name, dial)
             rows.append(_row(exam, dial, samples, mine) | _compare(samples, first, plan.dials[0], dial))
-            examples += folder.examples(exam, dial)
+            for item, sample in zip(exam.items, samples, strict=True):
+                if "pieces" in sample:
+                    prompt = None if exam.benchmark.is_private else item.prompt
+                    example = {"task": exam.name, "item": item.id, "dial": dial, "prompt": prompt}
+                    examples.append(example | {"pieces": sample["pieces"]})
             runs += mine
             bar.advance(scoring)
     results = {
@@ -261,14 +265,6 @@ class _Folder:
         path.parent.mkdir(exist_ok=True)  # answers may come from another machine
         write_whole(path, lines)
         return samples
-
-    def examples(self, exam: Exam, dial: str) -> list[dict[str, Any]]:
-        prompts = {item.id: None if exam.benchmark.is_private else item.prompt for item in exam.items}
-        return [
-            {"task": exam.name, "item": id, "dial": dial, "prompt": prompts[id], "pieces": answer["pieces"]}
-            for id, answer in self._answers(exam.name, dial).items()
-            if "pieces" in answer and id in prompts
-        ]
 
     def runs(self, task: str, dial: str) -> list[dict[str, Any]]:
         return [run for run in read_lines(self._out / "runs.jsonl") if (run["task"], run["dial"]) == (task, dial)]

@@ -128,8 +128,6 @@ class _Worker:
         """A row's document, or a message why there is none."""
         try:
             document = encode_chat(cls.tokenizer, row.messages, ended=row.ended)
-            return Document(
-                array("i", document.tokens), array("b", document.assistant)
-            )  # lists take ten times the memory
+            return Document(array("i", document.tokens), array("b", document.assistant))  # lists are ten times as big
         except MarsError as error:
             return f"{row.where}: {error}"

@@ -191,9 +191,7 @@ def _json(path: Path) -> Iterator[Found]:
     """An object on each line; a .json file may be one list instead."""
     name = path.name.lower()
     opener = gzip.open if name.endswith(".gz") else open
-    with cast(
-        TextIO, opener(path, "rt", encoding="utf-8-sig")
-    ) as file:  # Windows programs start a text with a byte-order mark
+    with cast(TextIO, opener(path, "rt", encoding="utf-8-sig")) as file:  # there may be a byte-order mark
         opening = next((line for line in file if line.strip()), "")
         file.seek(0)
         if name.removesuffix(".gz").endswith(".json") and opening.lstrip().startswith("["):
