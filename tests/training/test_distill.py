@@ -14,7 +14,7 @@ from mars.api import Model
 from mars.errors import MarsError
 from mars.models import Checkpoint
 from mars.training.distill import Distillation, Filters, distill, repetition
-from mars.training.generator import Job, TextGenerator
+from mars.training.generator import TextGenerator
 from mars.training.rows import read_rows
 from tests.conftest import tiny_checkpoint
 
@@ -25,20 +25,20 @@ PROMPTS = [[1, 2, 3], [4], [7, 7, 1, 0, 2, 2, 5], [9, 8], [3, 3, 3], [0, 1, 2, 3
 def test_the_generator_writes_what_the_plain_decoder_writes(family: str) -> None:
     checkpoint = tiny_checkpoint(family, seed=2)
     limits = [5, 20, 12, 1, 30, 9]
-    jobs = [Job(number, prompt, 0.0, limits[number]) for number, prompt in enumerate(PROMPTS)]
-    generated = {each.job.key: each for each in TextGenerator(checkpoint, 2, 64).generate(jobs)}
+    generator = TextGenerator(checkpoint, 2, 64)
+    jobs = [(number, generator.request(prompt, 0.0, limits[number])) for number, prompt in enumerate(PROMPTS)]
+    generated = {number: (tokens, ended) for number, tokens, ended in generator.generate(jobs)}
     for number, prompt in enumerate(PROMPTS):
         plain = Model(checkpoint).generate(prompt, dial="one-token", max_new_tokens=limits[number])
         ended = plain.finish_reason == "stop"
-        assert generated[number].ended == ended
-        assert generated[number].tokens == plain.token_ids[: plain.tokens - ended]
+        assert generated[number] == (plain.token_ids[: plain.tokens - ended], ended)
 
 
 def test_a_generator_can_be_used_again_and_its_texts_do_not_mix() -> None:
     checkpoint = tiny_checkpoint("llama", seed=2)
     generator = TextGenerator(checkpoint, 3, 64)
-    jobs = [Job(number, prompt, 0.0, 10) for number, prompt in enumerate(PROMPTS)]
-    first, second = ({each.job.key: each.tokens for each in generator.generate(some)} for some in (jobs, jobs[::-1]))
+    jobs = [(number, generator.request(prompt, 0.0, 10)) for number, prompt in enumerate(PROMPTS)]
+    first, second = ({key: tokens for key, tokens, _ in generator.generate(some)} for some in (jobs, jobs[::-1]))
     assert first == second
 
 
@@ -47,10 +47,11 @@ def test_temperature_draws_from_the_model() -> None:
     from scipy.stats import chisquare
 
     checkpoint = tiny_checkpoint("llama", seed=2)
-    jobs = [Job(number, [1, 2, 3], 2.0, 2) for number in range(3000)]
+    generator = TextGenerator(checkpoint, 500, 16, seed=1)
+    jobs = [(number, generator.request([1, 2, 3], 2.0, 2)) for number in range(3000)]
     counts = torch.zeros(checkpoint.vocabulary)
-    for each in TextGenerator(checkpoint, 500, 16, seed=1).generate(jobs):
-        counts[each.tokens[0] if each.tokens else next(iter(checkpoint.end_tokens))] += 1
+    for _, tokens, _ in generator.generate(jobs):
+        counts[tokens[0] if tokens else next(iter(checkpoint.end_tokens))] += 1
     checkpoint.module.set_attn_implementation("eager")
     with torch.no_grad():
         logits = checkpoint.module(input_ids=torch.tensor([[1, 2, 3]])).logits[0, -1]
@@ -68,7 +69,7 @@ def test_temperature_draws_from_the_model() -> None:
 
 def test_a_prompt_without_room_is_refused() -> None:
     with pytest.raises(MarsError, match="no room"):
-        list(TextGenerator(tiny_checkpoint("llama"), 2, 128).generate([Job(0, [1] * 128)]))
+        TextGenerator(tiny_checkpoint("llama"), 2, 128).request([1] * 128)
 
 
 @pytest.fixture(scope="module")

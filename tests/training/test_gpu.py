@@ -10,7 +10,7 @@ import torch
 
 import mars
 from mars.method.streams import Pack, lay_out, random_anchors
-from mars.training.generator import Job, TextGenerator
+from mars.training.generator import TextGenerator
 from mars.training.objective import Objective, batch_tensors
 from mars.training.recipe import Loss
 from tests.conftest import MASK, tiny_checkpoint
@@ -62,8 +62,9 @@ def test_flex_attention_gives_the_dense_loss_and_gradient(family: str, compiled:
 def test_the_generator_writes_what_the_plain_decoder_writes() -> None:
     model = mars.load(os.environ.get("MARS_TEST_MODEL", "smollm2-135m"), dtype="float32")
     prompts = ["Why is the sky blue?", "List the days of the week.", "Write a haiku.", "2+2?", "What is Python?"]
-    jobs = [Job(prompt, model.checkpoint.encode(prompt), 0.0, 40) for prompt in prompts]
-    generated = {each.job.key: each for each in TextGenerator(model.checkpoint, 3, 256).generate(jobs)}
+    generator = TextGenerator(model.checkpoint, 3, 256)
+    jobs = [(prompt, generator.request(model.checkpoint.encode(prompt), 0.0, 40)) for prompt in prompts]
+    generated = {prompt: tokens for prompt, tokens, _ in generator.generate(jobs)}
     for prompt in prompts:
         plain = model.generate(prompt, dial="one-token", max_new_tokens=40)
-        assert generated[prompt].tokens == plain.token_ids[: len(plain.token_ids) - (plain.finish_reason == "stop")]
+        assert generated[prompt] == plain.token_ids[: len(plain.token_ids) - (plain.finish_reason == "stop")]

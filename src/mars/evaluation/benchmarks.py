@@ -8,19 +8,13 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Benchmark:
     title: str
-    task: str
-    """lm-eval's name of the task, or of a group of tasks"""
-    score: str
-    """The metric that counts, and the filter of the answer it is computed from"""
-    file: str
-    """Name of the local file, without its suffix"""
+    task: str  # lm-eval's name of the task, or of a group of tasks
+    score: str  # the metric that counts, and the filter of the answer it is computed from
+    file: str  # name of the local file, without its suffix
     columns: tuple[str, ...]
-    parts: str | None = None
-    """The column that says to which task of the group a row belongs"""
-    shots: int | None = 0
-    """Examples before the question; None: those that are part of the task"""
-    is_private: bool = False
-    """Do its authors ask that the questions be not shown?"""
+    parts: str | None = None  # the column that says to which task of the group a row belongs
+    shots: int | None = 0  # examples before the question; None: those that are part of the task
+    is_private: bool = False  # do its authors ask that the questions be not shown?
 
 
 BENCHMARKS = {

@@ -39,8 +39,7 @@ from mars.method.windows import Shape
 from mars.models import Checkpoint
 from mars.training.files import open_lines, read_lines, write_whole
 
-EXAMPLES = 3
-"""Items of each task whose answers are kept with the text of every forward, for a report"""
+EXAMPLES = 3  # items of each task whose answers are kept with the text of every forward, for a report
 Generate = Callable[[Sequence[Request]], Generator[tuple[int, Generation], None, None]]
 
 
@@ -50,8 +49,7 @@ class EvalPlan:
 
     model: str
     adapter: str | None
-    name: str
-    """What a report calls the model"""
+    name: str  # what a report calls the model
     tasks: Sequence[str]
     dials: Sequence[str]
     """The others are compared with the first; a window may follow after a space: ``exact tree``"""
@@ -64,12 +62,6 @@ class EvalPlan:
     max_num_seqs: int
     data: Path | None
     out: Path
-
-    def conditions(self) -> dict[str, object]:
-        """The options that must be the same for all answers in one folder."""
-        names = ("model", "adapter", "name", "max_new_tokens", "block_size", "dtype", "seed")
-        engine = {} if self.engine == "mars" else {"engine": self.engine}
-        return {name: getattr(self, name) for name in names} | engine
 
     def exams(self, chat: Chat | None) -> list[Exam]:
         options: dict[str, Any] = {"data": self.data, "seed": self.seed, "max_new_tokens": self.max_new_tokens}
@@ -195,9 +187,11 @@ class _Folder:
 
     def claim(self, checkpoint: Checkpoint) -> None:
         """Store whose answers the folder holds; raises if it has those of another model or of other options."""
-        settings, module = checkpoint.settings, checkpoint.module
+        plan, settings, module = self._plan, checkpoint.settings, checkpoint.module
+        options = {name: getattr(plan, name) for name in ("model", "adapter", "name", "max_new_tokens", "block_size")}
+        options |= {"dtype": str(module.dtype).removeprefix("torch."), "seed": plan.seed}
         facts = {
-            "plan": self._plan.conditions() | {"dtype": str(module.dtype).removeprefix("torch.")},
+            "plan": options | ({} if plan.engine == "mars" else {"engine": plan.engine}),
             "model": {
                 "name": checkpoint.name,
                 "hash": fingerprint(checkpoint),

@@ -34,8 +34,7 @@ except ImportError as error:
     raise MarsError(f"lm-eval is needed ({error}): pip install 'mars-decoding[eval]'") from None
 
 ROWS = 64
-BATCH_TOKENS = 4096
-"""Most tokens of a forward over several texts to score"""
+BATCH_TOKENS = 4096  # most tokens of a forward over several texts to score
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 Scored = tuple[tuple[str, str] | None, list[int], list[int]]
@@ -95,8 +94,6 @@ class MarsLM(TemplateLM):
         self.max_length = max_length or self._checkpoint.context or DEFAULT_MAX_LENGTH
         self.max_gen_toks = 256
 
-    # --- tokens and chats
-
     @property
     def eot_token_id(self) -> int:
         return self.tokenizer.eos_token_id
@@ -129,8 +126,6 @@ class MarsLM(TemplateLM):
                     f"the chat template of {self._checkpoint.name} refuses the messages of this task: {error}"
                 ) from error
             return self.apply_chat_template(rest, add_generation_prompt)
-
-    # --- generating
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         asked = [self._ask(*each.args) for each in requests]
@@ -179,8 +174,6 @@ class MarsLM(TemplateLM):
             return Sampling(**chosen, seed=int(torch.randint(2**62, ())))
         except TypeError:
             raise MarsError(f"generation options must be numbers, not {chosen}") from None
-
-    # --- scoring
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         windows: list[list[Scored]] = []  # parts of the texts that fit the model; each token is predicted once

@@ -30,8 +30,7 @@ class Line(NamedTuple):
 class Table(NamedTuple):
     title: str
     caption: str
-    head: Sequence[Cell]
-    """Without the column of titles"""
+    head: Sequence[Cell]  # without the column of titles
     lines: Sequence[Line]
 
 

@@ -65,9 +65,6 @@ def open_peer(
     yield Decoder(label, decode, checkpoint.device)
 
 
-# --- transformers
-
-
 class _Clock:
     """A streamer that keeps the times at which tokens come."""
 
@@ -120,9 +117,6 @@ def _answer(checkpoint: Checkpoint, tokens: list[int], times: list[float], check
     )
 
 
-# --- vLLM
-
-
 @contextmanager
 def open_vllm(
     checkpoint: Checkpoint, source: str | None, max_num_seqs: int, length: int, **options: Any
@@ -145,9 +139,6 @@ def open_vllm(
             return Round(answers)
 
         yield decode
-
-
-# --- the paper's decoders
 
 
 def _paper_requests(checkpoint: Checkpoint, prompts: Sequence[list[int]], max_new_tokens: int) -> list[Request]:

@@ -36,8 +36,7 @@ PROMPTS: tuple[Prompt, ...] = (
     "Compare electric cars and petrol cars in a table with four rows.",
 )
 
-Engine = Literal["mars", "vllm"]
-"""Ours, or vLLM with the plugin"""
+Engine = Literal["mars", "vllm"]  # ours, or vLLM with the plugin
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +45,14 @@ class Plan:
 
     model: str
     adapter: str | None
-    dials: Sequence[str]
-    """One-token is the first; a window may follow after a space: ``exact tree``"""
+    dials: Sequence[str]  # one-token is the first; a window may follow after a space: ``exact tree``
     batch_sizes: Sequence[int]
     peers: Sequence[str]
     prompts: Path | None
     max_new_tokens: int
     dtype: str | None
     min_requests: int
-    engine: Engine
-    """The engine whose dials are measured"""
+    engine: Engine  # the engine whose dials are measured
     out: Path
     questions: Mapping[str | None, Sequence[Prompt]]
     """The prompts by category if each is measured by itself, else all under None"""

@@ -14,8 +14,7 @@ from rich.console import Console
 
 from mars.evaluation.tables import Row, title
 
-Plot = Callable[[Any], None]
-"""Draws into matplotlib's axes"""
+Plot = Callable[[Any], None]  # draws into matplotlib's axes
 
 KINDS = ("one-token", "exact", "relaxed", "threshold")
 """Each has the same colour in every plot; peers get the colours that follow"""

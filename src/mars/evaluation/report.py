@@ -15,10 +15,8 @@ from mars.evaluation.page import Answers, Cell, Line, Page, Picture, Section, Ta
 from mars.evaluation.results import PLAIN, Bench, Checkpoint, Difference, Example, Score, Sources, read_all
 
 EXACT = "exact"
-FRONTIER_DIALS = 3
-"""Fewest dials for a plot of accuracy against speed"""
-EXAMPLE_DIALS = 3
-"""Most dials whose answers are shown beside each other"""
+FRONTIER_DIALS = 3  # fewest dials for a plot of accuracy against speed
+EXAMPLE_DIALS = 3  # most dials whose answers are shown beside each other
 SIGNIFICANT = 0.05
 TEST = (
     "Below it the 95 % interval, items that are better and worse, and p of the exact McNemar test; "
@@ -42,9 +40,6 @@ def report(paths: Sequence[Path], out: Path) -> list[Path]:
     except OSError as error:
         raise MarsError(f"the report cannot be written to {out}: {error.strerror}") from None
     return list(pages)
-
-
-# --- accuracy
 
 
 def _accuracy(sources: Sources) -> Section:
@@ -149,9 +144,6 @@ def _task(task: str) -> str:
     return BENCHMARKS[task].title if task in BENCHMARKS else task
 
 
-# --- accuracy against speed
-
-
 def _frontiers(sources: Sources) -> Section:
     """Two for every task with enough dials, and for their average: by tokens per forward and by tokens per second."""
     pictures = []
@@ -177,9 +169,6 @@ def _frontiers(sources: Sources) -> Section:
         "intervals. The dotted line is the score of one token per forward: what stays on it costs nothing."
     )
     return Section("Accuracy against speed", text, pictures=pictures)
-
-
-# --- speed
 
 
 def _speed(sources: Sources) -> Section:
@@ -238,9 +227,6 @@ def _subject(bench: Bench) -> str:
     return f"{bench.model}, {bench.options.dtype}, {bench.provenance.machine}"
 
 
-# --- examples
-
-
 def _examples(sources: Sources) -> Section:
     """For each task the item that most dials show; of several such, the one with the longest texts per forward."""
     shown = []
@@ -264,9 +250,6 @@ def _worth_showing(examples: Sequence[Example]) -> tuple[int, float]:
     """How many there are, and how many characters a forward writes in them."""
     pieces = [piece for example in examples for piece in example.pieces]
     return len(examples), len("".join(pieces)) / len(pieces)
-
-
-# --- summary
 
 
 def _facts(sources: Sources) -> str:

@@ -125,8 +125,7 @@ class Bench(BaseModel):
 class Origin:
     """Runs of one command on one machine, with the same versions of everything."""
 
-    number: int
-    """Its tag: what a report puts beside the numbers that come from it"""
+    number: int  # its tag: what a report puts beside the numbers that come from it
     model: str
     run: Run
     days: set[str] = field(default_factory=set)
@@ -150,10 +149,8 @@ class Checkpoint:
     label: str
     folder: Path
     found: Evaluation
-    origins: dict[tuple[str | None, str | None], set[int]]
-    """Tags by task and dial"""
-    is_complete: bool
-    """Has it every task that another checkpoint has?"""
+    origins: dict[tuple[str | None, str | None], set[int]]  # tags by task and dial
+    is_complete: bool  # has it every task that another checkpoint has?
 
     def row(self, task: str, dial: str) -> TaskScore | None:
         return next((row for row in self.found.rows if (row.task, row.dial) == (task, dial)), None)
@@ -196,8 +193,7 @@ class Checkpoint:
 @dataclass(frozen=True, slots=True)
 class Sources:
     checkpoints: Sequence[Checkpoint]
-    benches: Sequence[tuple[int, Bench]]
-    """With their tags"""
+    benches: Sequence[tuple[int, Bench]]  # with their tags
     origins: Sequence[Origin]
 
     @property

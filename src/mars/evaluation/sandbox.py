@@ -31,16 +31,12 @@ from pathlib import Path
 
 from mars.errors import MarsError
 
-START_SECONDS = 60.0
-"""For the process to start; the program's own time begins after that"""
-TICK_SECONDS = 0.05
-"""Between two checks of what a program uses"""
-TAIL = 2000
-"""Characters of a program's output that are kept"""
+START_SECONDS = 60.0  # for the process to start; the program's own time begins after that
+TICK_SECONDS = 0.05  # between two checks of what a program uses
+TAIL = 2000  # characters of a program's output that are kept
 
 _READY = b"ready\n"
-_MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""The kernel's names for them (AUDIT_ARCH)"""
+_MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # the kernel's names for them (AUDIT_ARCH)
 
 _ALLOWED = """
 read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, lseek 8 62, close 3 57, dup 32 23,
@@ -77,15 +73,11 @@ class Limits:
 
     cpu_seconds: float = 5.0
     wall_seconds: float = 20.0
-    memory: int = 1 << 30
-    """Bytes of address space"""
-    disk: int = 16 << 20
-    """Bytes in its folder, and in each file"""
-    files: int = 64
-    """In its folder, and open at once"""
+    memory: int = 1 << 30  # bytes of address space
+    disk: int = 16 << 20  # bytes in its folder, and in each file
+    files: int = 64  # in its folder, and open at once
     threads: int = 64
-    output: int = 16 << 20
-    """Bytes printed"""
+    output: int = 16 << 20  # bytes printed
 
 
 LIMITS = Limits()
@@ -93,12 +85,9 @@ LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    passed: bool
-    """It ran to its last line, and nothing was raised"""
-    reason: str
-    """``passed``, ``timed out``, ``failed: AssertionError: …``, ``killed: memory``"""
-    output: str
-    """The end of what it printed, and of the traceback"""
+    passed: bool  # it ran to its last line, and nothing was raised
+    reason: str  # ``passed``, ``timed out``, ``failed: AssertionError: …``, ``killed: memory``
+    output: str  # the end of what it printed, and of the traceback
 
 
 def check() -> None:

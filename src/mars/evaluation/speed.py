@@ -25,15 +25,13 @@ COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
 COPIES = 5
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Round:
     """Prompts that were answered at once."""
 
     answers: list[Generation]
-    forwards: int | None = None
-    """Of the whole batch; None: unknown"""
-    window_tokens: int | None = None
-    """Sum of the widths of these forwards' windows"""
+    forwards: int | None = None  # of the whole batch; None: unknown
+    window_tokens: int | None = None  # sum of the widths of these forwards' windows
 
 
 Decode = Callable[[Sequence[list[int]], int], Round]
@@ -44,22 +42,17 @@ Decode = Callable[[Sequence[list[int]], int], Round]
 class Decoder:
     """What is measured."""
 
-    label: dict[str, str | None]
-    """``dial`` or ``peer``, and ``window``"""
+    label: dict[str, str | None]  # ``dial`` or ``peer``, and ``window``
     decode: Decode
-    device: torch.device | None
-    """None: it runs in another process, whose memory cannot be measured"""
+    device: torch.device | None  # None: it runs in another process, whose memory cannot be measured
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+@dataclass(frozen=True, kw_only=True)
+class Run(Round):
     """All rounds of one measurement."""
 
     prompts: list[list[int]]
-    answers: list[Generation]
     seconds: float
-    forwards: int | None
-    window_tokens: int | None
     peak_memory: int | None
 
     @property
@@ -113,12 +106,12 @@ def measure(
     started = time.perf_counter()
     rounds = [decoder.decode(batch, max_new_tokens) for batch in batches]
     return Run(
-        asked,
         [answer for each in rounds for answer in each.answers],
-        time.perf_counter() - started,
         _sum(each.forwards for each in rounds),
         _sum(each.window_tokens for each in rounds),
-        _peak_memory(decoder.device) if decoder.device else None,
+        prompts=asked,
+        seconds=time.perf_counter() - started,
+        peak_memory=_peak_memory(decoder.device) if decoder.device else None,
     )
 
 
@@ -132,10 +125,8 @@ class Traffic:
     """What the forwards of a model read from memory, and how fast the machine copies."""
 
     weights: int
-    per_token: int
-    """Bytes of keys and values"""
-    bandwidth: float
-    """Bytes read and written per second"""
+    per_token: int  # bytes of keys and values
+    bandwidth: float  # bytes read and written per second
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Traffic:

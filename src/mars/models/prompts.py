@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from mars.errors import MarsError
 
 Messages = Sequence[Mapping[str, Any]]
-Prompt = str | Messages | Sequence[int]
-"""A question, a chat, or tokens to continue as they are"""
+Prompt = str | Messages | Sequence[int]  # a question, a chat, or tokens to continue as they are
 
 
 def encode(

@@ -16,8 +16,7 @@ from mars.errors import MarsError
 from mars.models.prompts import Messages
 from mars.training.rows import Chat
 
-PROBE = "mars0probe"
-"""A plain word, which no template trims or reacts to"""
+PROBE = "mars0probe"  # a plain word, which no template trims or reacts to
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,8 @@ Predict = Callable[[Batch], dict[str, Tensor]]
 @dataclass(slots=True)
 class Evaluation:
     block_size: int
-    tokens: int = 0
-    """Answer tokens"""
-    loss: float = 0.0
-    """Of the clean stream, summed over these"""
+    tokens: int = 0  # answer tokens
+    loss: float = 0.0  # of the clean stream, summed over these
     guessed: Tensor = field(init=False)
     """By offset: how many masks there were, and how many of them predicted the clean stream's argmax"""
     answers: list[list[int]] = field(default_factory=list)

@@ -18,8 +18,7 @@ from mars.method.streams import IGNORED, Sight, Streams, dense_visibility
 from mars.training.attention import NAME, stream_masks
 from mars.training.recipe import Loss
 
-CHUNK = 2048
-"""Positions whose logits exist at once: the logits of a whole batch would not fit"""
+CHUNK = 2048  # positions whose logits exist at once: the logits of a whole batch would not fit
 Batch = dict[str, Any]
 Teacher = tuple["Head", Tensor, Tensor]
 """An output layer, hidden states, and the indices of those to compare with"""
@@ -82,8 +81,7 @@ class Objective:
     """The loss of one model; `installed`, ``model(**batch_tensors(...))`` returns it with its unweighted parts."""
 
     loss: Loss
-    base: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None
-    """A context with the base model"""
+    base: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None  # a context with the base model
     flex: bool = False
     compiled: bool = False
     windows: tuple[int | None, ...] = (None,)

@@ -41,8 +41,7 @@ def pack(documents: Sequence[Document], length: int, pad_token: int, *, together
 
 def _best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
     """Bins of document numbers, none longer than ``length``."""
-    by_room: list[list[list[int]]] = [[] for _ in range(length)]
-    """Bins by the room they have left"""
+    by_room: list[list[list[int]]] = [[] for _ in range(length)]  # bins by the room they have left
     open_rooms = 0
     """Bit ``r`` is set if a bin has room ``r``: the lowest set bit from a size on is the fullest bin for it"""
     for number in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
@@ -97,13 +96,11 @@ class Collator:
     """Lays out both streams of a step. Random choices depend on the item's number alone, not on the process."""
 
     pack: Pack
-    streams: recipe.Streams | None
-    """None: the clean stream alone"""
+    streams: recipe.Streams | None  # None: the clean stream alone
     mask_token: int
     decay: float
     seed: int
-    rows_per_step: int
-    """Over all devices and accumulation steps, which share a block size"""
+    rows_per_step: int  # over all devices and accumulation steps, which share a block size
 
     def __call__(self, items: Sequence[tuple[int, int]]) -> Batch:
         pack = take(self.pack, [row for row, _ in items])

@@ -21,8 +21,7 @@ from mars.training.packing import load_pack, pack, save_pack
 from mars.training.recipe import Data, Recipe
 from mars.training.rows import Row, read_rows, warn
 
-REPORTED = 5
-"""Bad rows shown on the way; all of them are in ``data/bad_rows.txt``"""
+REPORTED = 5  # bad rows shown on the way; all of them are in ``data/bad_rows.txt``
 
 
 @dataclass(frozen=True, slots=True)

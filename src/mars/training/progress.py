@@ -12,8 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 from transformers import TrainerCallback, TrainerState
 
-WARM_UP = 3
-"""Steps that may compile and do not count for the speed"""
+WARM_UP = 3  # steps that may compile and do not count for the speed
 SHOWN = ("loss", "clean_loss", "labels_loss", "distill_loss", "base_loss")
 
 
@@ -25,8 +24,7 @@ class Progress(TrainerCallback):
         self._bar: Bar | None = None
         self._losses = ""
         self._steps = 0
-        self._mark = (0, 0.0)
-        """Step and time from which the speed is measured"""
+        self._mark = (0, 0.0)  # step and time from which the speed is measured
 
     def on_train_begin(self, _args: Any, state: TrainerState, _control: Any, **_: Any) -> None:
         self._mark = state.global_step, time.perf_counter()

@@ -35,11 +35,7 @@ class Row:
     messages: Chat
     ended: bool = True
     """False (``"ended": false`` in the row): the last answer was cut off, so its end is not learned"""
-    category: str | None = None
-    """As in Spec-Bench"""
-
-
-# --- row formats
+    category: str | None = None  # as in Spec-Bench
 
 
 def to_messages(row: Mapping[str, Any]) -> Chat:
@@ -113,9 +109,6 @@ def _text(content: Any) -> str:
     return "".join(texts)
 
 
-# --- sources
-
-
 def warn(message: str) -> None:
     Console(stderr=True).print(message, style="yellow", markup=False, soft_wrap=True)
 
@@ -134,24 +127,17 @@ def read_rows(
 def _usable(found: Iterator[Found], on_bad_row: Callable[[str], None], convert: Convert) -> Iterator[Row]:
     for where, row in found:
         try:
-            content = _object(row)
+            content = json.loads(row) if isinstance(row, str) else row
+            if not isinstance(content, Mapping):
+                raise MarsError(f"a row must be a JSON object, not {type(content).__name__}")
             ended, category = content.get("ended") is not False, content.get("category")
             found_row = Row(where, convert(content), ended, category if isinstance(category, str) else None)
         except MarsError as error:
             on_bad_row(f"{where}: {error}")
+        except (ValueError, RecursionError) as error:
+            on_bad_row(f"{where}: not valid JSON: {error}")
         else:
             yield found_row
-
-
-def _object(row: Any) -> Mapping[str, Any]:
-    if isinstance(row, str):
-        try:
-            row = json.loads(row)
-        except (ValueError, RecursionError) as error:
-            raise MarsError(f"not valid JSON: {error}") from None
-    if not isinstance(row, Mapping):
-        raise MarsError(f"a row must be a JSON object, not {type(row).__name__}")
-    return row
 
 
 def _find(source: str | Path) -> Iterator[Found]:

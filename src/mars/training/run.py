@@ -33,21 +33,18 @@ from mars.training.trainer import MarsTrainer, arguments, last_checkpoint, rows_
 
 FINISHED = "finished"
 RANK = 32
-PATIENCE = timedelta(days=1)
-"""How long processes wait for the main one, which reads the data and publishes"""
+PATIENCE = timedelta(days=1)  # how long processes wait for the main one, which reads the data and publishes
 
 
 @dataclass(frozen=True)
 class TrainingModel:
     """The model in training."""
 
-    module: nn.Module
-    """What is trained: the language model, or peft's wrapper around it"""
+    module: nn.Module  # what is trained: the language model, or peft's wrapper around it
     language_model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     mask_token: int
-    settings: Settings | None
-    """Of the finished checkpoint; None where no mask is trained"""
+    settings: Settings | None  # of the finished checkpoint; None where no mask is trained
 
 
 def train(recipe: Recipe) -> Path:
@@ -57,7 +54,12 @@ def train(recipe: Recipe) -> Path:
     if model_folder.exists():
         raise MarsError(f"{model_folder} is finished already: remove {recipe.output} or choose another output")
     with state.main_process_first():
-        _claim(recipe, write=state.is_main_process)
+        stored = recipe.output / "recipe.json"
+        if not stored.exists() and state.is_main_process:
+            recipe.output.mkdir(parents=True, exist_ok=True)
+            write_whole(stored, recipe.model_dump_json(indent=2))
+        elif json.loads(stored.read_text()) != recipe.model_dump(mode="json"):
+            raise MarsError(f"{recipe.output} belongs to another recipe ({stored}): choose another output or remove it")
         model = load_model(recipe)
         data = prepare(recipe, model.tokenizer)
     if state.is_main_process:
@@ -72,17 +74,6 @@ def train(recipe: Recipe) -> Path:
         print(f"The finished checkpoint is in {model_folder}")
     state.wait_for_everyone()
     return model_folder
-
-
-def _claim(recipe: Recipe, *, write: bool) -> None:
-    """Store the recipe in its output folder: another recipe must not continue from this one's checkpoints."""
-    path = recipe.output / "recipe.json"
-    if path.exists():
-        if json.loads(path.read_text()) != recipe.model_dump(mode="json"):
-            raise MarsError(f"{recipe.output} belongs to another recipe ({path}): choose another output or remove it")
-    elif write:
-        recipe.output.mkdir(parents=True, exist_ok=True)
-        write_whole(path, recipe.model_dump_json(indent=2))
 
 
 def load_model(recipe: Recipe) -> TrainingModel:

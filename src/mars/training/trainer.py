@@ -20,8 +20,7 @@ from mars.training.packing import Collator, Schedule
 from mars.training.progress import Progress
 from mars.training.recipe import Recipe, Stage
 
-COMPLETE = "complete"
-"""The last file of a training checkpoint: with it, the checkpoint is complete"""
+COMPLETE = "complete"  # the last file of a training checkpoint: with it, the checkpoint is complete
 DEFAULTS: dict[str, Any] = {
     "lr_scheduler_type": "cosine",
     "warmup_steps": 0.03,
