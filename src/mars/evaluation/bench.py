@@ -101,12 +101,9 @@ class _Bench:
             one_token = self._one_token.setdefault((batch_size, category), run)  # the first dial's
             row = to_row(decoder, batch_size, run, one_token, self._traffic)
             self.rows.append(row if category is None else {"category": category, **row})
-            self._write()
+            write_whole(self._plan.out, json.dumps(self._facts | {"rows": self.rows}, indent=2) + "\n")
+            write_whole(self._plan.out.with_suffix(".md"), tables.markdown(tables.bench_table(self.rows)))
             self._bar.advance(self._task)
             if self._bar.disable:
                 line = f"{title}: {run.tokens_per_second:,.1f} tokens/s"
                 self._bar.console.print(line, markup=False, highlight=False)
-
-    def _write(self) -> None:
-        write_whole(self._plan.out, json.dumps(self._facts | {"rows": self.rows}, indent=2) + "\n")
-        write_whole(self._plan.out.with_suffix(".md"), tables.markdown(tables.bench_table(self.rows)))

@@ -76,7 +76,11 @@ class MarsLM(TemplateLM):
                 f"unknown model argument {next(iter(unknown))}: use pretrained, adapter, dial, window, block_size, "
                 "dtype, device, rows, batch_size, max_length or enable_thinking"
             )
-        rows = next(each for each in (rows, _rows(batch_size), max_batch_size, ROWS) if each is not None)
+        size = str(batch_size)
+        if batch_size is not None and not size.isdecimal() and size.partition(":")[0] != "auto":
+            raise MarsError(f"batch_size must be a number or auto, not {batch_size!r}")
+        given = (rows, int(size) if size.isdecimal() else None, max_batch_size, ROWS)
+        rows = next(each for each in given if each is not None)
         for name, value in {"rows": rows, "block_size": block_size, "max_length": max_length}.items():
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise MarsError(f"{name} must be a whole number above 0, not {value!r}")
@@ -215,7 +219,10 @@ class MarsLM(TemplateLM):
                     for index in sharing[text]:
                         name, _context, continuation = requests[index]
                         end = len(text) - first
-                        answers[index] = _score(row[end - len(continuation) : end], continuation)
+                        found = row[end - len(continuation) : end]
+                        wanted = torch.tensor(continuation, device=self._device)
+                        logprobs = found.float().log_softmax(-1).gather(1, wanted[:, None])
+                        answers[index] = float(logprobs.sum()), bool((found.argmax(-1) == wanted).all())
                         if name is not None:
                             self.cache_hook.add_partial("loglikelihood", name, answers[index])
                         bar.update()
@@ -230,16 +237,6 @@ class MarsLM(TemplateLM):
             "dial": str(self._options["dial"]),
             "tokens_per_forward": self._tokens / self._forwards if self._forwards else None,
         }
-
-
-def _rows(batch_size: int | str | None) -> int | None:
-    """The batch size if it is a number; None if it is ``auto`` or not given."""
-    text = str(batch_size)
-    if text.isdecimal():
-        return int(text)
-    if batch_size is not None and text.partition(":")[0] != "auto":
-        raise MarsError(f"batch_size must be a number or auto, not {batch_size!r}")
-    return None
 
 
 def _device(name: str | None) -> torch.device | None:
@@ -258,12 +255,6 @@ def _batches(texts: Sequence[tuple[int, ...]], rows: int) -> Iterator[Sequence[t
         size = max(1, min(rows, BATCH_TOKENS // max(1, len(texts[start]))))
         yield texts[start : start + size]
         start += size
-
-
-def _score(logits: torch.Tensor, tokens: list[int]) -> tuple[float, bool]:
-    wanted = torch.tensor(tokens, device=logits.device)
-    logprobs = logits.float().log_softmax(-1).gather(1, wanted[:, None])
-    return float(logprobs.sum()), bool((logits.argmax(-1) == wanted).all())
 
 
 def main() -> None:

@@ -91,12 +91,19 @@ def make_plan(*, dials: str, batch_sizes: str, peers: str | None, by_category: b
         raise MarsError(f"--batch-sizes must be whole numbers of 1 or more, not {wrong[0]!r}")
     for peer in others:
         check_peer(peer)
+    out = options["out"]
+    if out.suffix != ".json" or out.is_dir():
+        raise MarsError(f"--out must name a .json file, not {out}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MarsError(f"the folder {out.parent} cannot be made: {error.strerror}") from None
     return Plan(
         dials=list(dict.fromkeys(["one-token", *wanted])),
         batch_sizes=sorted({int(size) for size in sizes}),
         peers=others,
         questions=_questions(options["prompts"], by_category),
-        **options | {"out": _checked(options["out"])},
+        **options,
     )
 
 
@@ -165,13 +172,3 @@ def list_of(option: str, text: str) -> list[str]:
     if not items:
         raise MarsError(f"{option} is empty: give at least one, with commas between them")
     return items
-
-
-def _checked(out: Path) -> Path:
-    if out.suffix != ".json" or out.is_dir():
-        raise MarsError(f"--out must name a .json file, not {out}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MarsError(f"the folder {out.parent} cannot be made: {error.strerror}") from None
-    return out

@@ -229,6 +229,11 @@ def _subject(bench: Bench) -> str:
 
 def _examples(sources: Sources) -> Section:
     """For each task the item that most dials show; of several such, the one with the longest texts per forward."""
+
+    def worth_showing(examples: Sequence[Example]) -> tuple[int, float]:
+        pieces = [piece for example in examples for piece in example.pieces]
+        return len(examples), len("".join(pieces)) / len(pieces)
+
     shown = []
     for task in sources.tasks:
         items: dict[tuple[int, int | str], list[Example]] = defaultdict(list)
@@ -236,7 +241,7 @@ def _examples(sources: Sources) -> Section:
             for example in each.found.examples:
                 if example.task == task and any(example.pieces):
                     items[number, example.item].append(example)
-        (number, item), best = max(items.items(), key=lambda pair: _worth_showing(pair[1]), default=((0, ""), []))
+        (number, item), best = max(items.items(), key=lambda pair: worth_showing(pair[1]), default=((0, ""), []))
         if len(best) > 1:
             checkpoint = sources.checkpoints[number]
             pieces = {example.dial: example.pieces for example in best[:EXAMPLE_DIALS]}
@@ -244,12 +249,6 @@ def _examples(sources: Sources) -> Section:
             shown.append(Answers(title, best[0].prompt, pieces, checkpoint.tags(task)))
     text = "The tokens of each forward have one colour; four colours take turns."
     return Section("What a forward writes", text, answers=shown)
-
-
-def _worth_showing(examples: Sequence[Example]) -> tuple[int, float]:
-    """How many there are, and how many characters a forward writes in them."""
-    pieces = [piece for example in examples for piece in example.pieces]
-    return len(examples), len("".join(pieces)) / len(pieces)
 
 
 def _facts(sources: Sources) -> str:

@@ -142,15 +142,22 @@ class Origin:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Checkpoint:
     """A folder of ``mars eval``."""
 
-    label: str
     folder: Path
     found: Evaluation
-    origins: dict[tuple[str | None, str | None], set[int]]  # tags by task and dial
-    is_complete: bool  # has it every task that another checkpoint has?
+    label: str = ""
+    origins: dict[tuple[str | None, str | None], set[int]] = field(default_factory=lambda: defaultdict(set))
+    """Tags by task and dial"""
+    is_complete: bool = False  # has it every task that another checkpoint has?
+
+    @property
+    def labels(self) -> tuple[str, str, str]:
+        """Its name; with the block size or the folder, for when others have the same name."""
+        name, block_size = self.found.plan.name, self.found.plan.block_size or self.found.model.block_size
+        return name, f"{name}, B = {block_size}", f"{name}, {self.folder}"
 
     def row(self, task: str, dial: str) -> TaskScore | None:
         return next((row for row in self.found.rows if (row.task, row.dial) == (task, dial)), None)
@@ -208,10 +215,9 @@ class Sources:
 def read_all(paths: Sequence[Path]) -> Sources:
     """Read all sources and number their origins."""
     paths = [path.parent if path.name == "results.json" else path for path in paths]
-    evaluations: dict[Path, Evaluation] = {}
-    benches: list[tuple[int, Bench]] = []
     origins: dict[tuple[object, ...], Origin] = {}
-    tags: dict[Path, dict[tuple[str | None, str | None], set[int]]] = {}
+    checkpoints: list[Checkpoint] = []
+    benches: list[tuple[int, Bench]] = []
 
     def cite(path: Path, run: Run, model: str) -> int:
         key = (path, run.command, run.commit, run.machine, *run.versions.items())
@@ -225,30 +231,19 @@ def read_all(paths: Sequence[Path]) -> Sources:
         if any(path.samefile(other) for other in paths[:number]):
             raise MarsError(f"{path} is given twice")
         if path.is_dir():
-            evaluation = evaluations[path] = _read_evaluation(path)
-            mine = tags[path] = defaultdict(set)
-            for run in evaluation.runs:
-                mine[run.task, run.dial].add(cite(path, run, f"{evaluation.model.name}, {evaluation.model.hash}"))
+            checkpoints.append(Checkpoint(path, found := _read_evaluation(path)))
+            for run in found.runs:
+                tag = cite(path, run, f"{found.model.name}, {found.model.hash}")
+                checkpoints[-1].origins[run.task, run.dial].add(tag)
         else:
             bench = _read_bench(path)
             benches.append((cite(path, bench.provenance, bench.model), bench))
-    labels = _labels(evaluations)
-    tasks = {task for each in evaluations.values() for task in each.plan.tasks}
-    checkpoints = [
-        Checkpoint(labels[folder], folder, each, tags[folder], set(each.plan.tasks) == tasks)
-        for folder, each in evaluations.items()
-    ]
+    tasks = {task for each in checkpoints for task in each.found.plan.tasks}
+    times = Counter(label for each in checkpoints for label in each.labels)
+    for each in checkpoints:
+        each.is_complete = set(each.found.plan.tasks) == tasks
+        each.label = next(label for label in each.labels if times[label] == 1)
     return Sources(checkpoints, benches, list(origins.values()))
-
-
-def _labels(evaluations: dict[Path, Evaluation]) -> dict[Path, str]:
-    """The checkpoints' names, with block sizes or folders where these are needed to tell them apart."""
-    candidates = {}
-    for folder, each in evaluations.items():
-        name, block_size = each.plan.name, each.plan.block_size or each.model.block_size
-        candidates[folder] = (name, f"{name}, B = {block_size}", f"{name}, {folder}")
-    times = Counter(label for labels in candidates.values() for label in labels)
-    return {folder: next(label for label in labels if times[label] == 1) for folder, labels in candidates.items()}
 
 
 Kind = TypeVar("Kind", bound=BaseModel)

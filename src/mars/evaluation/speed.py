@@ -111,7 +111,7 @@ def measure(
         _sum(each.window_tokens for each in rounds),
         prompts=asked,
         seconds=time.perf_counter() - started,
-        peak_memory=_peak_memory(decoder.device) if decoder.device else None,
+        peak_memory=_peak_memory(decoder.device),
     )
 
 
@@ -184,12 +184,13 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * size / best
 
 
-def _peak_memory(device: torch.device) -> int:
+def _peak_memory(device: torch.device | None) -> int | None:
     """Bytes on the GPU since the last reset, or on a CPU of the whole process since its start."""
+    if device is None:
+        return None
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _seconds_per_token(answer: Generation) -> float | None:

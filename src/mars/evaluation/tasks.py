@@ -102,17 +102,14 @@ def open_exam(
                 chat_template=chat,
             )
         asked = dict(zip(numbers, task.instances, strict=True))
-        exam.items += [_item(task, number, instance) for number, instance in asked.items()]
+        for number, instance in asked.items():
+            until = instance.args[1].get("until") or []
+            stops = [until] if isinstance(until, str) else until
+            row = hashlib.sha256(json.dumps(instance.doc, sort_keys=True, default=str).encode()).hexdigest()[:16]
+            id = f"{task.config.task}/{number}"
+            exam.items.append(Item(id, instance.args[0], tuple(stop for stop in stops if stop), row))
         exam._parts.append((task, list(asked.values())))
     return exam
-
-
-def _item(task: Any, number: int, instance: Any) -> Item:
-    prompt, options = instance.args
-    until = options.get("until") or []
-    stops = [until] if isinstance(until, str) else until
-    row = hashlib.sha256(json.dumps(instance.doc, sort_keys=True, default=str).encode()).hexdigest()[:16]
-    return Item(f"{task.config.task}/{number}", prompt, tuple(stop for stop in stops if stop), row)
 
 
 def _drawn(sizes: Sequence[int], limit: int | None, seed: int) -> list[list[int]]:

@@ -33,12 +33,12 @@ def load_vllm(
 ) -> Iterator[Any]:
     """vLLM with the model from the folder or hub id ``source``; None: it is saved first. ``options`` are vLLM's."""
     vllm, device = import_vllm(), checkpoint.device
-    memory: dict[str, Any] = {"enforce_eager": True}  # on a CPU, compilation takes minutes
+    device_options: dict[str, Any] = {"enforce_eager": True}  # on a CPU, compilation takes minutes
     if device.type == "cuda":  # most of the memory that this process leaves
         gc.collect()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        memory = {"gpu_memory_utilization": 0.9 * free / total}
+        device_options = {"gpu_memory_utilization": 0.9 * free / total}
     with tempfile.TemporaryDirectory(prefix="mars-vllm-") as scratch:
         if source is None:
             source = str(Path(scratch) / "model")
@@ -50,7 +50,7 @@ def load_vllm(
             max_model_len=length,
             enable_prefix_caching=False,  # prompts of an earlier round must not be cached
             disable_log_stats=False,  # needed for the times of the tokens
-            **memory | options,
+            **device_options | options,
         )
         try:
             yield llm

@@ -47,7 +47,12 @@ def load_checkpoint(
     elif name == builtin.NAME:
         adapter = adapter or builtin.ADAPTER
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model, tokenizer = _load(name, _pick_dtype(dtype, device))
+    picked = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is None:
+        picked = torch.float32 if device.type == "cpu" else torch.bfloat16
+    if not isinstance(picked, torch.dtype) or not picked.is_floating_point:
+        raise MarsError(f"unknown dtype {dtype!r}: use float32, bfloat16 or float16")
+    model, tokenizer = _load(name, picked)
     refuse_model(name, model)
     settings = Settings.read(model.generation_config)
     if adapter is not None:
@@ -148,12 +153,3 @@ def _merge(model: PreTrainedModel, adapter: Path) -> PreTrainedModel:
             return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     except Exception as error:  # peft raises what the mismatch happens to hit
         raise MarsError(f"the adapter {adapter} does not fit the model: {error}") from error
-
-
-def _pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    if dtype is None:
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    picked = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(picked, torch.dtype) or not picked.is_floating_point:
-        raise MarsError(f"unknown dtype {dtype!r}: use float32, bfloat16 or float16")
-    return picked

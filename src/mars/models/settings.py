@@ -54,7 +54,13 @@ def choose_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     rows = model.get_input_embeddings().num_embeddings
     if rows > rows_needed(tokenizer):
         return rows - 1
-    unused = _unused_special_tokens(model, tokenizer)
+    named = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    busy, template = named | end_tokens(model, tokenizer), str(tokenizer.chat_template or "")
+    unused = {
+        token: str(added)
+        for token, added in sorted(tokenizer.added_tokens_decoder.items())
+        if added.special and token not in busy and str(added) not in template
+    }
     if unused:
         telling = [token for token, name in unused.items() if SPARE_NAME.search(name)]
         return (telling or list(unused))[-1]
@@ -66,17 +72,6 @@ def choose_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 def rows_needed(tokenizer: PreTrainedTokenizerBase) -> int:
     """Rows that an embedding must have; more than there are tokens if ids have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
-
-
-def _unused_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    named = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
-    busy = named | end_tokens(model, tokenizer)
-    template = str(tokenizer.chat_template or "")
-    return {
-        token: str(added)
-        for token, added in sorted(tokenizer.added_tokens_decoder.items())
-        if added.special and token not in busy and str(added) not in template
-    }
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

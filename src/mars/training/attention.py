@@ -27,18 +27,15 @@ StreamMask = Tensor | BlockMask
 def stream_masks(sight: Sight, windows: Iterable[int | None], *, flex: bool) -> dict[int | None, StreamMask]:
     """The visibility rule as a mask, for each sliding window of the model."""
     if flex:
-        return {window: block_mask(sight, window) for window in windows}
+        return {window: _block_mask(sight, window) for window in windows}
     return {window: dense_visibility(sight, window)[:, None] for window in windows}
 
 
-def block_mask(sight: Sight, sliding: int | None = None) -> BlockMask:
-    """The rule as a FlexAttention block mask."""
-
+def _block_mask(sight: Sight, sliding: int | None) -> BlockMask:
     def visible(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return sees(sight.at(row, query), sight.at(row, key), sliding)
 
-    rows, length = sight.place.shape
-    device = sight.place.device
+    (rows, length), device = sight.place.shape, sight.place.device
     build = compiled(create_block_mask) if device.type == "cuda" else create_block_mask
     return build(visible, rows, None, length, length, device=str(device))
 

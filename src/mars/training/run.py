@@ -55,9 +55,10 @@ def train(recipe: Recipe) -> Path:
         raise MarsError(f"{model_folder} is finished already: remove {recipe.output} or choose another output")
     with state.main_process_first():
         stored = recipe.output / "recipe.json"
-        if not stored.exists() and state.is_main_process:
-            recipe.output.mkdir(parents=True, exist_ok=True)
-            write_whole(stored, recipe.model_dump_json(indent=2))
+        if not stored.exists():
+            if state.is_main_process:
+                recipe.output.mkdir(parents=True, exist_ok=True)
+                write_whole(stored, recipe.model_dump_json(indent=2))
         elif json.loads(stored.read_text()) != recipe.model_dump(mode="json"):
             raise MarsError(f"{recipe.output} belongs to another recipe ({stored}): choose another output or remove it")
         model = load_model(recipe)
