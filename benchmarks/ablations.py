@@ -1,4 +1,4 @@
-"""Short trainings that differ in one thing each, on the same data, judged on the same held-out chats.
+"""Short trainings that differ in one option each, on the same data, evaluated on the same held-out chats.
 
     python benchmarks/ablations.py recipes/smollm2-135m.yaml variations.yaml --out ablations.json
 

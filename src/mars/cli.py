@@ -112,9 +112,9 @@ def chat(
     """Chat in the terminal; /dial sets the dial for the answers that follow."""
     console = Console(soft_wrap=True, highlight=False)
     loaded = _warm(_load(model, adapter, dial))
-    turned = loaded.dial(dial)
+    setting = loaded.dial(dial)
     history: list[dict[str, str]] = []
-    console.print(f"{model}, dial {turned}. {CHAT_HELP}.", style="dim", markup=False)
+    console.print(f"{model}, dial {setting}. {CHAT_HELP}.", style="dim", markup=False)
     while (line := _read_line()) is not None:
         command, _, rest = line.partition(" ")
         try:
@@ -125,13 +125,13 @@ def chat(
             elif command == "/system":
                 system = rest or None
             elif command == "/dial":
-                turned = loaded.dial(rest)
-                console.print(f"dial {turned}", style="dim")
+                setting = loaded.dial(rest)
+                console.print(f"dial {setting}", style="dim")
             elif command.startswith("/"):
                 console.print(CHAT_HELP, style="dim", markup=False)
             elif line:
                 asked = [*history, {"role": "user", "content": line}]
-                options = {"dial": turned, "window": window, "max_new_tokens": max_new_tokens, "system": system}
+                options = {"dial": setting, "window": window, "max_new_tokens": max_new_tokens, "system": system}
                 answer = _say(console, loaded, asked, temperature=temperature, seed=seed, **options)
                 history = [*asked, {"role": "assistant", "content": answer}]
         except MarsError as error:
@@ -341,7 +341,7 @@ def _serve(dial: str | None, floor: str | None, target_token: float, target_wait
 
 
 @app.command("dial")
-def turn(
+def set_dial(
     dial: Annotated[str | None, Argument(help="The new dial; without one, the dial is only shown.")] = None,
     url: Annotated[
         list[str] | None,

@@ -73,8 +73,8 @@ def plan_evaluation(*, tasks: str, dials: str, limit: str | None, name: str | No
     wanted = list(BENCHMARKS) if tasks == "all" else list_of("--tasks", tasks)
     if unknown := [task for task in wanted if task not in BENCHMARKS]:
         raise MarsError(f"--tasks has no {unknown[0]!r}: choose from {', '.join(BENCHMARKS)}, or all")
-    turns = list_of("--dials", dials)
-    check_dials(options["engine"], turns)
+    wanted_dials = list_of("--dials", dials)
+    check_dials(options["engine"], wanted_dials)
     counts = {"--max-new-tokens": "max_new_tokens", "--block-size": "block_size", "--rows": "max_num_seqs"}
     check_counts({flag: options[name] for flag, name in counts.items()})
     data, out = options["data"], options["out"]
@@ -85,7 +85,7 @@ def plan_evaluation(*, tasks: str, dials: str, limit: str | None, name: str | No
     if "humaneval" in wanted:
         sandbox.check()  # rather than after an hour of answers
     label = name or Path(options["adapter"] or options["model"]).name
-    return EvalPlan(tasks=wanted, dials=turns, limits=_limits(limit, wanted), name=label, **options)
+    return EvalPlan(tasks=wanted, dials=wanted_dials, limits=_limits(limit, wanted), name=label, **options)
 
 
 def _limits(text: str | None, tasks: Sequence[str]) -> dict[str, int | None]:
@@ -104,7 +104,7 @@ def evaluate(model: Model, plan: EvalPlan, bar: Progress) -> dict[str, Any]:
     for dial in plan.dials:
         model.dial(split_dial(dial)[0])  # raises before anything is generated
     folder = _Folder(plan)
-    folder.claim(model.checkpoint)
+    folder.assign_to(model.checkpoint)
     can_chat = model.checkpoint.tokenizer.chat_template
     exams = plan.exams(partial(generate.render_chat, model.checkpoint) if can_chat else None)
     todo = [(exam, dial, folder.missing(exam, dial)) for exam in exams for dial in plan.dials]
@@ -185,7 +185,7 @@ class _Folder:
             raise MarsError(f"{self._out} holds no answers yet")
         return json.loads(path.read_text())
 
-    def claim(self, checkpoint: Checkpoint) -> None:
+    def assign_to(self, checkpoint: Checkpoint) -> None:
         """Store whose answers the folder holds; raises if it has those of another model or of other options."""
         plan, settings, module = self._plan, checkpoint.settings, checkpoint.module
         options = {name: getattr(plan, name) for name in ("model", "adapter", "name", "max_new_tokens", "block_size")}
@@ -208,7 +208,7 @@ class _Folder:
                 if name not in ("name", "model", "adapter") and known.get(name) != value:
                     raise MarsError(
                         f"{self._out} has answers with {name}={known.get(name)}, not {value}: "
-                        "choose another --out, or ask in the same way"
+                        "choose another --out, or use the same options"
                     )
 
     def missing(self, exam: Exam, dial: str) -> list[Item]:

@@ -72,19 +72,17 @@ def count(number: int, name: str) -> str:
 def render(page: Page, plot_folder: Path) -> dict[str, str]:
     """The texts of both files by their names; the plots are drawn into a folder, and stand in the HTML as SVG."""
     drawn = {each.name: _draw(each, plot_folder) for section in page.sections for each in section.pictures}
-    rendered = {}
-    for name in ("report.md", "report.html"):
-        environment = jinja2.Environment(
-            autoescape=name.endswith(".html"),
-            undefined=jinja2.StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-            keep_trailing_newline=True,
-        )
-        environment.filters |= {"plain": _plain, "count": count}
-        source = Path(__file__).with_name(name).read_text(encoding="utf-8")
-        rendered[name] = environment.from_string(source).render(page=page, drawn=drawn)
-    return rendered
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=jinja2.select_autoescape(["html"]),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"plain": _plain, "count": count}
+    names = ("report.md", "report.html")
+    return {name: environment.get_template(name).render(page=page, drawn=drawn) for name in names}
 
 
 def _draw(picture: Picture, folder: Path) -> dict[str, Markup]:

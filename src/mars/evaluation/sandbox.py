@@ -234,12 +234,12 @@ def _lock(parent: int, folder: str, limits: dict[str, int], attributes: bytes, w
     readable |= {"/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/dev/urandom"}
     for path, rights in [*((each, 0b1100) for each in readable), ("/dev/null", 0b0110), (folder, write)]:
         try:
-            place = os.open(path, os.O_PATH)
+            opened = os.open(path, os.O_PATH)
         except OSError:
             continue  # not every system has them all
-        rule = struct.pack("=Qi", rights if os.path.isdir(path) else rights & 0b0110, place)  # noqa: PTH112
+        rule = struct.pack("=Qi", rights if os.path.isdir(path) else rights & 0b0110, opened)  # noqa: PTH112
         must("Landlock", libc.syscall(number(445), number(rules), number(1), rule, number(0)))
-        os.close(place)
+        os.close(opened)
     must("Landlock", libc.syscall(number(446), number(rules), number(0)))
     os.close(rules)
 

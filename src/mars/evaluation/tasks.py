@@ -151,7 +151,7 @@ def _load(name: str, rows: Rows | None, max_new_tokens: int) -> list[Any]:
         except OSError as error:  # no network, or a gate
             reason = str(error).splitlines()[0]
             raise MarsError(
-                f"{benchmark.title} cannot be loaded from the hub ({reason}): give --data-dir, or leave the task out"
+                f"{benchmark.title} cannot be had from the hub ({reason}): give --data-dir, or leave the task out"
             ) from None
         tasks.append(_prepared(loaded["tasks"][member]))
     if rows is not None and taken < len(rows):

@@ -89,16 +89,13 @@ def _find(tokenizer: PreTrainedTokenizerBase, chat: Chat, turn: int, text: str) 
     opening = prompt if opened and text.startswith(prompt) else head
     start, end = len(opening), len(text) - len(rest)
     framed = text.startswith(opening) and text.endswith(rest)
-    if not framed or not _agree(text[start:end], chat[turn]["content"]):
+    # Templates may trim an answer, drop the thinking before it or add an empty one, but nothing else.
+    shown, content = ("".join(each.split()) for each in (text[start:end], chat[turn]["content"]))
+    agree = shown and content and (shown.endswith(content) or content.endswith(shown))
+    if not framed or not agree:
         raise MarsError(f"the chat template does not keep message {turn + 1} as it is, so it cannot be learned")
     same = takewhile(lambda pair: pair[0] == pair[1], zip(text[end:], tail, strict=False))
     return _Answer(start, end, end + len(list(same)))
-
-
-def _agree(shown: str, content: str) -> bool:
-    """Templates may trim an answer, drop the thinking before it or put an empty one there, but nothing else."""
-    shown, content = "".join(shown.split()), "".join(content.split())
-    return bool(shown and content) and (shown.endswith(content) or content.endswith(shown))
 
 
 def _word(text: str, start: int, end: int) -> tuple[int, int]:

@@ -62,12 +62,8 @@ def card(recipe: Recipe, settings: Settings | None, metrics: Mapping[str, float]
     name = recipe.output.resolve().name
     front = {"library_name": "transformers", "base_model": base, "tags": ["mars", "multi-token-prediction"]}
     shown = recipe.model_dump(mode="json", exclude_defaults=True) | {"model": base, "output": name}
-    template = Template(
-        Path(__file__).with_name("card.md").read_text(encoding="utf-8"),
-        trim_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return template.render(
+    source = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
+    return Template(source, trim_blocks=True, keep_trailing_newline=True).render(
         name=name,
         base=base,
         settings=settings,
