@@ -306,7 +306,7 @@ def test_a_gpu_that_is_not_there(llama: str, monkeypatch: pytest.MonkeyPatch) ->
     assert MarsLM(llama, device="cuda:0").device.type == "cpu"
 
 
-def test_writing_stops_when_its_reader_does(tmp_path: Path) -> None:
+def test_generation_stops_when_its_caller_does(tmp_path: Path) -> None:
     model = mars.load(save_chat_model(tmp_path / "tiny", trained=True), device="cpu", rows=3)
     prompts = [[1, number % 9, number // 9] for number in range(70)]
     requests = [model.request(prompt, max_new_tokens=12) for prompt in prompts]

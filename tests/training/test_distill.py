@@ -43,7 +43,7 @@ def test_a_generator_can_be_used_again_and_its_texts_do_not_mix() -> None:
 
 
 def test_temperature_draws_from_the_model() -> None:
-    """The first token of many rows follows the model's distribution at that temperature."""
+    """The first token of many texts follows the model's distribution at that temperature."""
     from scipy.stats import chisquare
 
     checkpoint = tiny_checkpoint("llama", seed=2)
