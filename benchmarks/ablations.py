@@ -1,4 +1,4 @@
-"""Short trainings that differ in one thing each, on the same data, judged on the same held-out chats.
+"""Short trainings that differ in one option each, on the same data, evaluated on the same held-out chats.
 
     python benchmarks/ablations.py recipes/smollm2-135m.yaml variations.yaml --out ablations.json
 
@@ -27,7 +27,7 @@ from mars.method.streams import Pack
 from mars.training.evaluation import evaluate
 from mars.training.prepare import Prepared, prepare
 from mars.training.recipe import Recipe, parse_recipe, read_recipe
-from mars.training.run import load_pupil, stage_trainer
+from mars.training.run import load_model, stage_trainer
 
 
 def vary(recipe: Recipe, change: dict[str, Any]) -> Recipe:
@@ -43,8 +43,8 @@ def vary(recipe: Recipe, change: dict[str, Any]) -> Recipe:
 
 def run(recipe: Recipe, data: Prepared, block_sizes: list[int]) -> dict[str, Any]:
     started = time.perf_counter()
-    pupil = load_pupil(recipe)
-    with stage_trainer(recipe, recipe.stages[-1], Path(tempfile.mkdtemp()), pupil, data) as trainer:
+    model = load_model(recipe)
+    with stage_trainer(recipe, recipe.stages[-1], Path(tempfile.mkdtemp()), model, data) as trainer:
         before = time.perf_counter()
         trainer.train()
         seconds = time.perf_counter() - before
@@ -55,7 +55,7 @@ def run(recipe: Recipe, data: Prepared, block_sizes: list[int]) -> dict[str, Any
                 trainer._predict,
                 data.held_out,
                 block_size=block_size,
-                mask_token=pupil.mask_token,
+                mask_token=model.mask_token,
                 rows=trainer.args.per_device_eval_batch_size,
                 width=recipe.data.length // 2,
             )
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     recipe = read_recipe(options.recipe)
-    data = prepare(recipe, load_pupil(recipe).tokenizer)
+    data = prepare(recipe, load_model(recipe).tokenizer)
     print(data.report, len(data.train.tokens), "rows", flush=True)
     results: dict[str, Any] = {}
     for name, given in yaml.safe_load(options.variations.read_text()).items():

@@ -1,9 +1,9 @@
-"""lm-eval's own class for transformers beside ours in one-token mode: the same answers, the same scores?
+"""Answers and scores of lm-eval's own class for transformers, compared with ours in one-token mode.
 
     python benchmarks/compare_harness.py --model smollm2-135m --data-dir DATA --n 200 --out compare_harness.json
 
-The data folder has ``gsm8k_test.jsonl.gz`` and ``ifeval.jsonl.gz``. Both classes get the same prompts and read the same
-weights in float32. Where two answers differ, the place is the first character that does.
+The data folder has ``gsm8k_test.jsonl.gz`` and ``ifeval.jsonl.gz``. Both classes get the same prompts and load the
+same weights in float32. ``place`` is the first character in which two answers differ.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BEFORE, BEHIND = 20, 40
 
 
 def load_items(data_dir: Path, name: str, n: int, chat: Chat | None) -> Exam:
-    """So many questions of a benchmark, and what scores the answers."""
+    """``n`` questions of a benchmark, with the scorer of the answers."""
     return open_exam(name, chat=chat, data=data_dir, limit=n)
 
 
@@ -40,8 +40,7 @@ def answer(model: Any, exam: Exam, max_new_tokens: int) -> tuple[list[str], floa
     return model.generate_until(requests), time.perf_counter() - started
 
 
-def place_of(mine: str, theirs: str) -> int:
-    """Where two texts part."""
+def first_difference(mine: str, theirs: str) -> int:
     both = enumerate(zip(mine, theirs, strict=False))
     return next((index for index, (one, other) in both if one != other), min(len(mine), len(theirs)))
 
@@ -53,10 +52,10 @@ def compare(exam: Exam, mine: Sequence[str], theirs: Sequence[str]) -> dict[str,
     for item, one, other, my_score, their_score in zip(exam.items, mine, theirs, *scores, strict=True):
         if one == other and my_score == their_score:
             continue
-        place = place_of(one, other)
-        around = slice(max(0, place - BEFORE), place + BEHIND)
+        position = first_difference(one, other)
+        around = slice(max(0, position - BEFORE), position + BEHIND)
         differences.append(
-            {"item": item.id, "place": place, "mars": one[around], "hf": other[around]}
+            {"item": item.id, "place": position, "mars": one[around], "hf": other[around]}
             | {"scores": {"mars": my_score[counted], "hf": their_score[counted]}}
         )
     return {

@@ -1,9 +1,9 @@
-"""What a conversion gained and what it cost: real decoding by dial, and how far the AR mode moved from its base.
+"""Results of a conversion: tokens per forward by dial, and how far the one-token mode moved from its base.
 
     python benchmarks/conversion.py --base smollm2-135m-base --model smollm2-135m --prompts spec_bench.jsonl.gz
 
-Prompts are JSON lines of a kind that `mars distill` takes; ``category`` groups the results. Everything is greedy.
-``--texts`` names chats that nobody trained on: how likely base and model find the answers in them.
+Prompts are JSON lines in a format of `mars distill`; results are grouped by ``category``. Decoding is greedy.
+``--texts`` names chats that were not trained on: base and model compute the loss of the answers in them.
 """
 
 from __future__ import annotations
@@ -76,23 +76,23 @@ def losses(checkpoint: Checkpoint, prompts: Sequence[list[int]], answers: Sequen
     return total, count
 
 
-def held_out(judges: Sequence[mars.Model], texts: str) -> list[float]:
-    """Each judge's loss per token on the first answers of the chats."""
+def held_out(models: Sequence[mars.Model], texts: str) -> list[float]:
+    """Each model's loss per token on the first answers of the chats."""
     chats = [row.messages for row in read_rows(texts, on_bad_row=print)]
     openings = [to_prompt({"messages": chat}) for chat in chats]
-    checkpoint = judges[0].checkpoint
+    checkpoint = models[0].checkpoint
     answers = [chat[len(opening)]["content"] for chat, opening in zip(chats, openings, strict=True)]
     tokens = [checkpoint.tokenizer(text, add_special_tokens=False)["input_ids"] for text in answers]
-    sums = [losses(judge.checkpoint, [checkpoint.encode(each) for each in openings], tokens) for judge in judges]
+    sums = [losses(model.checkpoint, [checkpoint.encode(each) for each in openings], tokens) for model in models]
     return [total / count for total, count in sums]
 
 
 def drift(base: mars.Model, model: mars.Model, prompts: Sequence[Any], theirs: Any, ours: Any) -> dict[str, float]:
-    """How the two models judge the base's greedy answers, and how the base judges both models' answers."""
+    """Loss of both models on the base's greedy answers, and of the base on both models' answers."""
     tokens = [base.checkpoint.encode(prompt) for prompt in prompts]
 
-    def per_token(judge: mars.Model, answers: Iterable[Generation]) -> float:
-        total, count = losses(judge.checkpoint, tokens, [each.token_ids for each in answers])
+    def per_token(measured: mars.Model, answers: Iterable[Generation]) -> float:
+        total, count = losses(measured.checkpoint, tokens, [each.token_ids for each in answers])
         return total / count
 
     return {
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--adapter")
     parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--texts", help="chats whose answers base and model judge")
+    parser.add_argument("--texts", help="chats for the loss of base and model")
     parser.add_argument("--dials", nargs="+", default=list(DIALS), help='a dial, and a window behind it: "exact tree"')
     parser.add_argument("--block-size", type=int)
     parser.add_argument("--max-new-tokens", type=int, default=256)

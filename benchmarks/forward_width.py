@@ -1,4 +1,4 @@
-"""What a wider window costs: milliseconds per forward at each width, for one row.
+"""Time of a forward by the width of its window, for one sequence.
 
 python benchmarks/forward_width.py [--model NAME] [--widths 2 4 6 8] [--prefix 128] [--out FILE.json]
 """

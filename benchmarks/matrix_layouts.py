@@ -1,8 +1,8 @@
-"""How long a CPU takes for all matrix products of one forward, by how the weights lie in memory.
+"""Time of all matrix products of one forward on a CPU, by the memory layout of the weights.
 
     python benchmarks/matrix_layouts.py [--rows 1 4 7]
 
-The matrices are those of SmolLM2-135M, with random values; each is used once, as in a forward. Why
+The matrices have the shapes of SmolLM2-135M and random values; each is used once, as in a forward. The result is why
 ``mars.models.layout`` stores weights by columns.
 """
 

@@ -1,9 +1,9 @@
-"""What a step costs a model of a given shape with random weights, here and in vLLM: what a large model would cost.
+"""Time of a step for a model of a given shape with random weights, in our engine and in vLLM.
 
     python benchmarks/model_shapes.py --tokenizer FOLDER --batch-sizes 1,4,16,64 --out shapes.json
 
-The tokens are nonsense, so nothing is said about acceptance: one-token, chain and tree are timed by the time per output
-token of the median request. vLLM is measured where it is installed, with the same shape, prompts and lengths.
+The output is random, so acceptance is not measured: one-token, chain and tree are timed by the time per forward of the
+median request. vLLM is measured with the same shape, prompts and lengths if it is installed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def prompts(count: int, vocabulary: int) -> list[list[int]]:
 
 
 def step_ms(times: Sequence[list[float]], steps: Sequence[int]) -> float:
-    """Milliseconds between two forwards, by when the first and the last tokens of the requests came."""
+    """Milliseconds between two forwards, from the times of the first and the last tokens."""
     return 1000 * median((each[-1] - each[0]) / (count - 1) for each, count in zip(times, steps, strict=True))
 
 
@@ -93,19 +93,20 @@ def main() -> None:
     traffic = Traffic.of(checkpoint)
     rows: list[dict[str, Any]] = []
 
-    def note(who: str, size: int, ms: float) -> None:
+    def note(name: str, size: int, ms: float) -> None:
         base = next((row["ms_per_step"] for row in rows if row["batch_size"] == size), ms)
         read = traffic.weights + size * (length - args.new_tokens // 2) * traffic.per_token
         share = read / (ms / 1000) / traffic.bandwidth
-        rows.append({"who": who, "batch_size": size, "ms_per_step": ms, "bandwidth_share": share, "ratio": ms / base})
+        rows.append({"who": name, "batch_size": size, "ms_per_step": ms, "bandwidth_share": share, "ratio": ms / base})
         print(
-            f"{who:20} {size:4} rows {ms:8.3f} ms  {ms / base:.3f}x one-token  {share:.0%} of the bandwidth", flush=True
+            f"{name:20} {size:4} requests {ms:8.3f} ms  {ms / base:.3f}x one-token  {share:.0%} of the bandwidth",
+            flush=True,
         )
 
     model = Model(checkpoint, rows=max(sizes), memory=memory_for(checkpoint, max(sizes), length))
     for size in sizes:
         for dial, window in WAYS:
-            for _ in range(2):  # the first one records
+            for _ in range(2):  # the first one captures CUDA graphs
                 asked = prompts(size, module.config.vocab_size)
                 engine = model.engine()
                 engine.pages.release(engine.pages.take(engine.pages.available))

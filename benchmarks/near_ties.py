@@ -1,12 +1,12 @@
-"""Where `exact` and one-token part ways in low precision, and how close a call each of those places is.
+"""The tokens at which `exact` and one-token first differ in low precision, and how close their logits are.
 
     python benchmarks/near_ties.py --model smollm2-135m --prompts spec_bench.jsonl --batch-size 32 --out near_ties.json
 
-In float32 the two write the same text. In bfloat16 a window of another width is summed in another order, and where the
-two best tokens are all but level, that can decide. For every answer that differs, the script takes the first token that
-does and asks the plain model, in this precision and in float32, how far apart the two candidates are. A unit is the
-distance between neighbouring bfloat16 numbers of the size of these logits; the error is how far the two precisions are
-from each other about the distance between the candidates.
+In float32 the two give the same text. In bfloat16 the width of a window changes the order of summation, which can
+change the argmax where two logits are almost equal. For every answer that differs, the script takes the first token
+that does, and computes the gap between the two candidates' logits with the plain model, in this precision and in
+float32. A unit is the distance between neighbouring bfloat16 numbers of the size of these logits; the error is the
+difference between the gaps in the two precisions.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ def main() -> None:
         if one.token_ids == other.token_ids:
             continue
         both = zip(one.token_ids, other.token_ids, strict=False)
-        place = next(index for index, (mine, theirs) in enumerate(both) if mine != theirs)
-        text, candidates = prompt + one.token_ids[:place], [one.token_ids[place], other.token_ids[place]]
+        position = next(index for index, (mine, theirs) in enumerate(both) if mine != theirs)
+        text, candidates = prompt + one.token_ids[:position], [one.token_ids[position], other.token_ids[position]]
         low, high = (logits_after(each, text) for each in (checkpoint, precise))
         gaps = [(each[candidates[0]] - each[candidates[1]]).item() for each in (low, high)]
         unit = 2.0 ** (math.floor(math.log2(low[candidates].abs().max().item())) - 7)
         probabilities = high.softmax(0)
         ties.append(
             {
-                "place": place,
+                "place": position,
                 "candidates": candidates,
                 "gap_in_units": abs(gaps[0]) / unit,
                 "gap_in_float32": abs(gaps[1]),

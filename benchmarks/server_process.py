@@ -1,6 +1,6 @@
 """A server in a process of its own, and clients in others that read streams from it; shared by the serving benchmarks.
 
-As a script, it is one of those processes: it needs nothing but the standard library, so it starts at once.
+Run as a script, this is one of the client processes. It imports the standard library only, so it starts quickly.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Server:
 
 @contextmanager
 def running(command: Sequence[object], ready: str) -> Iterator[Server]:
-    """A server, once its output has what the pattern ``ready`` finds; its first group is the address."""
+    """A server, once its output matches the pattern ``ready``, whose first group is the address."""
     with tempfile.NamedTemporaryFile("w+") as said:
         log = Path(said.name)
         process = subprocess.Popen([*map(str, command)], stdout=said, stderr=said)
@@ -64,7 +64,7 @@ def mars_serve(*options: object) -> Iterator[Server]:
 
 @dataclass(slots=True)
 class Streamed:
-    """One answer, as its client saw it; times in seconds."""
+    """One answer as its client received it; times in seconds."""
 
     started: float
     tokens: int = 0
@@ -81,10 +81,10 @@ class Streamed:
 
 
 def stream(address: str, body: dict[str, Any]) -> Streamed:
-    """Read one chat to its end. A client that does as little as it can, so that the server is what is measured."""
-    place = urlsplit(address)
+    """Read one chat to its end. The client does as little as possible, so that the server is measured."""
+    url = urlsplit(address)
     seen = Streamed(time.time())
-    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=600)
+    connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=600)
     request = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}})
     connection.request("POST", "/v1/chat/completions", request, {"Content-Type": "application/json"})
     response = connection.getresponse()
@@ -108,7 +108,7 @@ def stream(address: str, body: dict[str, Any]) -> Streamed:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Requests of one client, one after the other."""
+    """The requests of one client, one after the other."""
 
     bodies: list[dict[str, Any]]
     delay: float = 0.0
@@ -124,7 +124,7 @@ def ask_all(address: str, lanes: Sequence[Lane], processes: int) -> list[Streame
     pipes = [(each.stdin, each.stdout) for each in clients if each.stdin and each.stdout]
     for first, (asked, said) in enumerate(pipes):
         print(json.dumps([asdict(lane) for lane in lanes[first::processes]]), file=asked, flush=True)
-        said.readline()  # it is ready
+        said.readline()  # wait until it is ready
     start = time.time() + 0.2
     for asked, _ in pipes:
         print(start, file=asked, flush=True)

@@ -1,4 +1,4 @@
-"""What the governor does in a burst: the same arrivals at a server with a fixed dial, and at one that governs its own.
+"""The governor in a burst: the same arrivals at a server with a fixed dial and at servers with ``--dial auto``.
 
     python benchmarks/serving_burst.py --floor threshold=0.5 --rate 0.4 --burst-rate 2 --out burst.json
 
@@ -48,7 +48,7 @@ def arrivals(args: argparse.Namespace) -> list[Arrival]:
 
 
 def measure(server: Server, coming: Sequence[Arrival], processes: int) -> dict[str, Any]:
-    stream(server.address, coming[0].body)  # what is slow the first time is not theirs
+    stream(server.address, coming[0].body)  # the first request is slower
     seen = ask_all(server.address, [Lane([each.body], delay=each.at) for each in coming], processes)
     burst = [each for each, arrival in zip(seen, coming, strict=True) if arrival.in_burst]
     weights = [each.tokens for each in seen]

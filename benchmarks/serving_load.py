@@ -1,11 +1,11 @@
-"""Load on a real server: what becomes of every request, whether anything leaks, and how fast it is.
+"""Load on a real server: the outcome of every request, leaks, and speed.
 
     python benchmarks/serving_load.py --model smollm2-135m --clients 16 --minutes 5 --kill --out load.json
 
 Clients chat without a pause, some as streams, some with temperature; one in ten hangs up on the way. With ``--kill``
 the engine's process is killed half-way. Requests may fail from then until the server is ready again, and at no other
-time; none may be lost, that is end without an answer and without an error. Afterwards no row and no page of the cache
-may be in use. ``--memory`` is small, so that the cache is full soon and growing memory would show.
+time; none may be lost, that is end without an answer and without an error. Afterwards no request may run and no page of
+the cache may be in use. ``--memory`` is small, so that the cache is full soon and growing memory would show.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MIB = 2**20
 
 @dataclass(slots=True)
 class Asked:
-    """A request and what became of it."""
+    """A request and its outcome."""
 
     started: float
     """Seconds since the load began, as all times here"""
@@ -63,7 +63,7 @@ class Asked:
 
 @dataclass(slots=True)
 class Sample:
-    """A look at the server."""
+    """The state of the server at one time."""
 
     time: float
     server_mib: float
@@ -75,13 +75,13 @@ class Sample:
     cache: float
     """Share in use"""
     tokens: float
-    """Written so far"""
+    """Generated so far"""
     restarts: float
 
 
 @dataclass(slots=True)
 class Load:
-    """What the clients and those who watch them have in common."""
+    """The state that clients and monitors share."""
 
     address: str
     process: psutil.Process
@@ -89,7 +89,7 @@ class Load:
     samples: list[Sample] = field(default_factory=list)
     killed: float | None = None
     ready: float | None = None
-    """Again, after that"""
+    """When it was ready again after that"""
     start: float = field(default_factory=time.perf_counter)
 
     @property
@@ -183,7 +183,7 @@ async def _stream(client: openai.AsyncOpenAI, request: dict[str, Any], asked: As
         asked.per_token = (last - asked.first) / (asked.tokens - opening)
 
 
-# --- those who watch
+# --- monitoring
 
 
 async def watch(load: Load, http: httpx2.AsyncClient) -> None:
@@ -287,7 +287,7 @@ def summary(load: Load, end: Sample, seconds: float) -> dict[str, Any]:
     if outcomes["failed"] or outcomes["lost"]:
         wrong.append("requests failed or were lost")
     if end.running or end.waiting or end.cache:
-        wrong.append("rows or pages are in use after the end")
+        wrong.append("requests or pages are in use after the end")
     if end.restarts != (load.killed is not None):
         wrong.append(f"the engine was started again {end.restarts:g} times")
     return {

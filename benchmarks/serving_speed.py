@@ -1,10 +1,10 @@
-"""What the server costs: tokens per second through HTTP streams, beside the engine called directly and vLLM's server.
+"""Tokens per second through HTTP streams, compared with the engine called directly and with vLLM's server.
 
     python benchmarks/serving_speed.py --model smollm2-135m --requests 256 --at-once 32 --peer vllm --out speed.json
 
-All get the same prompts, as many requests at once, and the same client; each has a process of its own, one after the
-other. Requests are dealt out to clients beforehand, and a client whose request has ended asks the next at once: the
-longest share decides, for the engine as for the servers. The engine makes text, too.
+All get the same prompts, the same number of requests at once and the same client, each in a process of its own, one
+after the other. Requests are distributed to clients beforehand, and a client sends its next request as soon as one has
+ended: the longest share determines the time, for the engine as for the servers. The engine detokenises, too.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def main() -> None:
     found: dict[str, dict[str, Any]] = {}
 
     def keep(name: str, figures: dict[str, Any]) -> None:
-        """Also for a run that is cut off."""
+        """Written at once, so that a run that is cut off leaves its results."""
         found[name] = figures
         if args.out:
             asked = {key: str(value) for key, value in vars(args).items()}

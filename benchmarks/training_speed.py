@@ -21,7 +21,7 @@ from mars.training.chats import Document
 from mars.training.packing import pack
 from mars.training.prepare import Prepared
 from mars.training.recipe import Recipe, parse_recipe
-from mars.training.run import load_pupil, stage_trainer
+from mars.training.run import load_model, stage_trainer
 
 
 class Clock(TrainerCallback):
@@ -53,13 +53,13 @@ def synthetic(rows: int, length: int, vocabulary: int) -> Prepared:
 def measure(recipe: Recipe, warm_up: int) -> list[dict[str, Any]]:
     results = []
     for stage in recipe.stages:
-        pupil = load_pupil(recipe)
-        data = synthetic(256, recipe.data.length, pupil.language_model.config.vocab_size)
+        model = load_model(recipe)
+        data = synthetic(256, recipe.data.length, model.language_model.config.vocab_size)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         clock = Clock(warm_up)
-        with stage_trainer(recipe, stage, Path(tempfile.mkdtemp()), pupil, data) as trainer:
+        with stage_trainer(recipe, stage, Path(tempfile.mkdtemp()), model, data) as trainer:
             trainer.add_callback(clock)
             trainer.train()
         tokens = trainer.args.per_device_train_batch_size * recipe.data.length * (trainer.args.max_steps - warm_up)

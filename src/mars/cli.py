@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Option
 
 from mars.errors import MarsError
 
@@ -30,7 +30,9 @@ DEMO_PROMPTS = (
 DEMO_DIALS = ("one-token", "exact", "threshold=0.9")
 DEMO_TOKENS = 64
 DEFAULT_URL = "http://127.0.0.1:8000"
-CHAT_HELP = "/dial DIAL turns the dial, /system TEXT sets the system prompt, /reset forgets the chat, /exit leaves"
+CHAT_HELP = "/dial DIAL sets the dial, /system TEXT sets the system prompt, /reset forgets the chat, /exit leaves"
+VLLM_OPTIONS = ("model", "adapter", "dial", "host", "port", "rows", "memory", "api_key", "name")
+"""Of ``mars serve``, known to both engines"""
 
 app = typer.Typer(
     help="Several tokens per forward pass from any instruct language model.",
@@ -39,28 +41,31 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-ModelOption = Annotated[str, typer.Option("--model", help="Hub id, folder, .gguf file, or smollm2-135m (built in).")]
-AdapterOption = Annotated[str | None, typer.Option("--adapter", help="Folder of a LoRA adapter to merge (peft).")]
+ModelOption = Annotated[str, Option("--model", help="Hub id, folder, .gguf file, or smollm2-135m (built in).")]
+AdapterOption = Annotated[str | None, Option("--adapter", help="Folder of a LoRA adapter to merge (peft).")]
 DialOption = Annotated[
     str | None,
-    typer.Option("--dial", help="one-token, exact, relaxed=0.3 or threshold=0.9; default: the model's own."),
+    Option("--dial", help="one-token, exact, relaxed=0.3 or threshold=0.9; default: the model's own."),
 ]
 WindowOption = Annotated[
     str | None,
-    typer.Option("--window", help="chain, tree, or tree=N with N mask groups; default: the fastest here and now."),
+    Option("--window", help="chain, tree, or tree=N with N mask groups; default: the fastest here and now."),
 ]
 EngineOption = Annotated[
-    Literal["mars", "vllm"], typer.Option("--engine", help="Who decodes: mars, or vLLM with our plugin.")
+    Literal["mars", "vllm"], Option("--engine", help="What decodes: mars, or vLLM with our plugin.")
 ]
-TokensOption = Annotated[int, typer.Option("--max-new-tokens", help="Longest answer, in tokens.")]
-TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
-SeedOption = Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.")]
-SystemOption = Annotated[str | None, typer.Option("--system", help="System prompt.")]
+DtypeOption = Annotated[str | None, Option("--dtype", help="bfloat16, float16 or float32; default: the device's.")]
+RowsOption = Annotated[int, Option("--rows", help="Requests that are decoded together.")]
+MemoryOption = Annotated[float | None, Option("--memory", help="Cache: bytes, or on a GPU a share of what is free.")]
+TokensOption = Annotated[int, Option("--max-new-tokens", help="Longest answer, in tokens.")]
+TemperatureOption = Annotated[float, Option("--temperature", help="0 is greedy.")]
+SeedOption = Annotated[int | None, Option("--seed", help="Makes sampling repeatable.")]
+SystemOption = Annotated[str | None, Option("--system", help="System prompt.")]
 
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to answer; - reads it from standard input.")],
+    prompt: Annotated[str, Argument(help="What to answer; - reads it from standard input.")],
     model: ModelOption = "smollm2-135m",
     adapter: AdapterOption = None,
     dial: DialOption = None,
@@ -69,8 +74,8 @@ def generate(
     temperature: TemperatureOption = 0.0,
     seed: SeedOption = None,
     system: SystemOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    show_steps: Annotated[bool, typer.Option("--show-steps", help="Colour the text by forward.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object.")] = False,
+    show_steps: Annotated[bool, Option("--show-steps", help="Colour the text by forward.")] = False,
 ) -> None:
     """Answer one prompt."""
     loaded = _warm(_load(model, adapter, dial))
@@ -104,12 +109,12 @@ def chat(
     seed: SeedOption = None,
     system: SystemOption = None,
 ) -> None:
-    """Chat in the terminal; /dial turns the dial between two answers."""
+    """Chat in the terminal; /dial sets the dial for the answers that follow."""
     console = Console(soft_wrap=True, highlight=False)
     loaded = _warm(_load(model, adapter, dial))
-    turned = loaded.dial(dial)
+    setting = loaded.dial(dial)
     history: list[dict[str, str]] = []
-    console.print(f"{model}, dial {turned}. {CHAT_HELP}.", style="dim", markup=False)
+    console.print(f"{model}, dial {setting}. {CHAT_HELP}.", style="dim", markup=False)
     while (line := _read_line()) is not None:
         command, _, rest = line.partition(" ")
         try:
@@ -120,13 +125,13 @@ def chat(
             elif command == "/system":
                 system = rest or None
             elif command == "/dial":
-                turned = loaded.dial(rest)
-                console.print(f"dial {turned}", style="dim")
+                setting = loaded.dial(rest)
+                console.print(f"dial {setting}", style="dim")
             elif command.startswith("/"):
                 console.print(CHAT_HELP, style="dim", markup=False)
             elif line:
                 asked = [*history, {"role": "user", "content": line}]
-                options = {"dial": turned, "window": window, "max_new_tokens": max_new_tokens, "system": system}
+                options = {"dial": setting, "window": window, "max_new_tokens": max_new_tokens, "system": system}
                 answer = _say(console, loaded, asked, temperature=temperature, seed=seed, **options)
                 history = [*asked, {"role": "assistant", "content": answer}]
         except MarsError as error:
@@ -134,7 +139,7 @@ def chat(
 
 
 @app.command()
-def train(recipe: Annotated[Path, typer.Argument(help="A recipe in YAML; see docs/guides/training.md.")]) -> None:
+def train(recipe: Annotated[Path, Argument(help="A recipe in YAML; see docs/guides/training.md.")]) -> None:
     """Train a model by a recipe; started again after a kill, it goes on where it stopped."""
     from mars.training.recipe import read_recipe
 
@@ -149,21 +154,21 @@ def train(recipe: Annotated[Path, typer.Argument(help="A recipe in YAML; see doc
 
 @app.command()
 def distill(
-    out: Annotated[Path, typer.Argument(help="JSONL file to write; if it is there, it is continued.")],
+    out: Annotated[Path, Argument(help="JSONL file to write; if it is there, it is continued.")],
     model: ModelOption = "smollm2-135m",
     adapter: AdapterOption = None,
-    prompts: Annotated[list[str] | None, typer.Option(help="File, folder or hub name; may be given again.")] = None,
-    own_prompts: Annotated[int, typer.Option(help="Prompts that the model writes itself.")] = 0,
-    temperatures: Annotated[str, typer.Option(help="One answer to every prompt at each of these.")] = "0,0.8",
+    prompts: Annotated[list[str] | None, Option(help="File, folder or hub name; may be given again.")] = None,
+    own_prompts: Annotated[int, Option(help="Prompts that the model generates itself.")] = 0,
+    temperatures: Annotated[str, Option(help="One answer to every prompt at each of these.")] = "0,0.8",
     max_new_tokens: TokensOption = 256,
-    max_prompt_tokens: Annotated[int, typer.Option(help="Longer prompts are left out.")] = 512,
-    min_tokens: Annotated[int, typer.Option(help="Shorter answers are left out.")] = 4,
-    max_repetition: Annotated[float, typer.Option(help="Largest share of repeated four-token sequences.")] = 0.6,
-    drop_cut: Annotated[bool, typer.Option("--drop-cut", help="Leave out answers that hit the limit.")] = False,
-    rows: Annotated[int, typer.Option(help="Texts written at once.")] = 64,
+    max_prompt_tokens: Annotated[int, Option(help="Longer prompts are left out.")] = 512,
+    min_tokens: Annotated[int, Option(help="Shorter answers are left out.")] = 4,
+    max_repetition: Annotated[float, Option(help="Largest share of repeated four-token sequences.")] = 0.6,
+    drop_cut: Annotated[bool, Option("--drop-cut", help="Leave out answers that hit the limit.")] = False,
+    max_num_seqs: RowsOption = 64,
     seed: SeedOption = 0,
 ) -> None:
-    """Let a model write its own training data: answers, and prompts too."""
+    """Generate training data with the model that is to be trained: answers, and prompts too."""
     from mars.training.distill import Distillation, Filters
     from mars.training.distill import distill as run
 
@@ -172,112 +177,83 @@ def distill(
         heats = [float(each) for each in temperatures.split(",")]
     except ValueError:
         raise MarsError(f"--temperatures must be numbers with commas between them, not {temperatures!r}") from None
-    plan = Distillation(heats, max_new_tokens, own_prompts, rows, seed or 0, filters)
+    plan = Distillation(heats, max_new_tokens, own_prompts, max_num_seqs, seed or 0, filters)
     counts = run(_load(model, adapter, None).checkpoint, prompts or [], out, plan)
     typer.echo(f"{out}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
 
 
 @app.command()
 def bench(
-    dials: Annotated[str, typer.Option(help='Dials with commas between; a window may follow one: "exact tree".')],
-    batch_sizes: Annotated[str, typer.Option(help="How many requests run at once, with commas between.")],
-    out: Annotated[Path, typer.Option(help="JSON file to write; a table and plots go beside it.")],
+    dials: Annotated[str, Option(help='Dials with commas between; a window may follow one: "exact tree".')],
+    batch_sizes: Annotated[str, Option(help="How many requests run at once, with commas between.")],
+    out: Annotated[Path, Option(help="JSON file to write; a table and plots go beside it.")],
     model: ModelOption = "smollm2-135m",
     adapter: AdapterOption = None,
-    prompts: Annotated[Path | None, typer.Option(help="JSONL file of prompts or messages; default: built in.")] = None,
+    prompts: Annotated[Path | None, Option(help="JSONL file of prompts or messages; default: built in.")] = None,
     peers: Annotated[
-        str | None, typer.Option(help="Of transformers, vllm, block-cache=16, sliding-window, with commas between.")
+        str | None, Option(help="Of transformers, vllm, block-cache=16, sliding-window, with commas between.")
     ] = None,
     max_new_tokens: TokensOption = 256,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: the device's.")] = None,
-    min_requests: Annotated[int, typer.Option(help="Fewest requests of a measurement.")] = 16,
+    dtype: DtypeOption = None,
+    min_requests: Annotated[int, Option(help="Fewest requests of a measurement.")] = 16,
     engine: EngineOption = "mars",
     by_category: Annotated[
-        bool, typer.Option("--by-category", help="Measure each category of the prompts by itself.")
+        bool, Option("--by-category", help="Measure each category of the prompts by itself.")
     ] = False,
 ) -> None:
     """Measure dials and peers side by side: speed, cost of a forward, agreement."""
+    options = dict(locals())
     from mars.evaluation.bench import bench as run
     from mars.evaluation.plan import make_plan
-    from mars.evaluation.tables import terminal
+    from mars.evaluation.tables import bench_table, show
 
-    plan = make_plan(
-        model=model,
-        adapter=adapter,
-        dials=dials,
-        batch_sizes=batch_sizes,
-        peers=peers,
-        prompts=prompts,
-        max_new_tokens=max_new_tokens,
-        dtype=dtype,
-        min_requests=min_requests,
-        engine=engine,
-        out=out,
-        by_category=by_category,
-    )
+    plan = make_plan(**options)
     rows, files = run(_load(model, adapter, None, dtype).checkpoint, plan)
-    Console(width=None if sys.stdout.isatty() else 160).print(terminal(rows))
+    show(bench_table(rows))
     typer.echo("wrote " + ", ".join(map(str, files)))
 
 
 @app.command("eval")
 def evaluate(
-    dials: Annotated[str, typer.Option(help="Dials with commas between; the others are compared with the first.")],
-    out: Annotated[Path, typer.Option(help="Folder to write; if it is there, it is continued.")],
+    dials: Annotated[str, Option(help="Dials with commas between; the others are compared with the first.")],
+    out: Annotated[Path, Option(help="Folder to write; if it is there, it is continued.")],
     model: ModelOption = "smollm2-135m",
     adapter: AdapterOption = None,
     tasks: Annotated[
-        str, typer.Option(help="Of ifeval, bbh, mmlu_pro, gpqa, gsm8k, humaneval, with commas between; or all.")
+        str, Option(help="Of ifeval, bbh, mmlu_pro, gpqa, gsm8k, humaneval, with commas between; or all.")
     ] = "all",
-    data: Annotated[
-        Path | None, typer.Option("--data-dir", help="Folder of benchmark files; default: from the hub.")
-    ] = None,
-    limit: Annotated[str | None, typer.Option(help="Items of each task, or such as gsm8k=200,bbh=500.")] = None,
+    data: Annotated[Path | None, Option("--data-dir", help="Folder of benchmark files; default: from the hub.")] = None,
+    limit: Annotated[str | None, Option(help="Items of each task, or such as gsm8k=200,bbh=500.")] = None,
     max_new_tokens: TokensOption = 256,
-    block_size: Annotated[int | None, typer.Option(help="Tokens a forward predicts; default: as trained.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: the device's.")] = None,
-    rows: Annotated[int, typer.Option(help="Requests that are decoded together.")] = 64,
-    memory: Annotated[float | None, typer.Option(help="Cache: bytes, or on a GPU a share of what is free.")] = None,
-    name: Annotated[str | None, typer.Option(help="What a report calls the model; default: as given.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the items that a limit leaves.")] = 0,
+    block_size: Annotated[int | None, Option(help="Tokens a forward predicts; default: as trained.")] = None,
+    dtype: DtypeOption = None,
+    max_num_seqs: RowsOption = 64,
+    memory: MemoryOption = None,
+    name: Annotated[str | None, Option(help="What a report calls the model; default: as given.")] = None,
+    seed: Annotated[int, Option(help="Of the items that a limit leaves.")] = 0,
     engine: EngineOption = "mars",
-    score_only: Annotated[bool, typer.Option("--score-only", help="Score what is there; needs no model.")] = False,
+    score_only: Annotated[bool, Option("--score-only", help="Score what is there; needs no model.")] = False,
 ) -> None:
     """Score a model on the benchmarks with every dial; started again after a kill, it goes on where it stopped."""
+    options = dict(locals())
+    del options["memory"], options["score_only"]
     from mars.evaluation.bench import progress_bar
-    from mars.evaluation.evaluate import HEAD, plan_evaluation, score, table
     from mars.evaluation.evaluate import evaluate as run
+    from mars.evaluation.evaluate import plan_evaluation, score, table
+    from mars.evaluation.tables import show
 
-    plan = plan_evaluation(
-        model=model,
-        adapter=adapter,
-        name=name,
-        tasks=tasks,
-        dials=dials,
-        limit=limit,
-        max_new_tokens=max_new_tokens,
-        block_size=block_size,
-        dtype=dtype,
-        seed=seed,
-        engine=engine,
-        rows=rows,
-        data=data,
-        out=out,
-    )
-    loaded = None if score_only else _load(model, adapter, None, dtype, rows=rows, memory=memory)
+    plan = plan_evaluation(**options)
+    loaded = None if score_only else _load(model, adapter, None, dtype, rows=max_num_seqs, memory=memory)
     with progress_bar() as bar:
         results = score(plan, bar) if loaded is None else run(loaded, plan, bar)
-    shown = Table(*HEAD, box=None)
-    for line in table(results):
-        shown.add_row(*line)
-    Console(width=None if sys.stdout.isatty() else 160).print(shown)
+    show(table(results), names=2)
     typer.echo(f"wrote {out / 'results.json'}, {out / 'results.md'}")
 
 
 @app.command()
 def report(
-    sources: Annotated[list[Path], typer.Argument(help="Folders of mars eval and JSON files of mars bench.")],
-    out: Annotated[Path, typer.Option(help="Folder to write: report.md, report.html and plots.")],
+    sources: Annotated[list[Path], Argument(help="Folders of mars eval and JSON files of mars bench.")],
+    out: Annotated[Path, Option(help="Folder to write: report.md, report.html and plots.")],
 ) -> None:
     """Put results together on one page, in Markdown and in HTML."""
     try:
@@ -289,81 +265,64 @@ def report(
     typer.echo("wrote " + ", ".join(map(str, run(sources, out))))
 
 
-def _refuse_others(context: typer.Context, known: Sequence[str], engine: str) -> None:
-    """Raise at an option that was given and that this engine does not have."""
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        if name not in known and source is not None and source.name != "DEFAULT":
-            raise MarsError(f"--{name.replace('_', '-')} is not known to the engine {engine}: leave it out")
-
-
 @app.command(context_settings={"allow_extra_args": True})
 def serve(
     context: typer.Context,
     model: ModelOption = "smollm2-135m",
     adapter: AdapterOption = None,
     dial: DialOption = None,
-    floor: Annotated[str | None, typer.Option("--floor", help="Loosest dial that may be asked for.")] = None,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535)] = 8000,
-    rows: Annotated[int, typer.Option("--rows", help="Requests that are decoded together.")] = 64,
-    memory: Annotated[
-        float | None, typer.Option("--memory", help="Cache: bytes, or on a GPU a share of what is free.")
-    ] = None,
-    max_waiting: Annotated[int, typer.Option("--max-waiting", help="Requests that may wait; more get a 429.")] = 256,
-    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", help="Longest answer allowed.")] = None,
-    api_key: Annotated[
-        str | None, typer.Option("--api-key", envvar="MARS_API_KEY", help="Needed by all requests, if given.")
-    ] = None,
-    admin_key: Annotated[
-        str | None, typer.Option("--admin-key", envvar="MARS_ADMIN_KEY", help="Needed to turn the server's dial.")
-    ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="What the model is called; default: as given.")] = None,
-    target_token: Annotated[
-        float, typer.Option("--target-token", min=1e-6, help="With --dial auto: most seconds per token.")
-    ] = 0.05,
-    target_wait: Annotated[
-        float, typer.Option("--target-wait", min=1e-6, help="With --dial auto: most seconds to the first token.")
-    ] = 1.0,
+    floor: Annotated[str | None, Option(help="Loosest dial that may be asked for.")] = None,
+    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535)] = 8000,
+    rows: RowsOption = 64,
+    memory: MemoryOption = None,
+    max_waiting: Annotated[int, Option(help="Requests that may wait; more get a 429.")] = 256,
+    max_new_tokens: Annotated[int | None, Option(help="Longest answer allowed.")] = None,
+    api_key: Annotated[str | None, Option(envvar="MARS_API_KEY", help="Needed by all requests, if given.")] = None,
+    admin_key: Annotated[str | None, Option(envvar="MARS_ADMIN_KEY", help="Needed to set the server's dial.")] = None,
+    name: Annotated[str | None, Option(help="What the model is called; default: as given.")] = None,
+    target_token: Annotated[float, Option(min=1e-6, help="With --dial auto: most seconds per token.")] = 0.05,
+    target_wait: Annotated[float, Option(min=1e-6, help="With --dial auto: most seconds to the first token.")] = 1.0,
     warm_up: Annotated[
-        Literal["all", "greedy"],
-        typer.Option("--warm-up", help="What a GPU is made ready for; greedy starts sooner."),
+        Literal["all", "greedy"], Option(help="What a GPU is made ready for; greedy starts sooner.")
     ] = "all",
     log_level: Annotated[
-        Literal["debug", "info", "warning"], typer.Option("--log-level", help="Of the log, whose lines are JSON.")
+        Literal["debug", "info", "warning"], Option(help="Of the log, whose lines are JSON.")
     ] = "info",
-    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Have prompts and answers in the log.")] = False,
+    log_prompts: Annotated[bool, Option("--log-prompts", help="Have prompts and answers in the log.")] = False,
     engine: EngineOption = "mars",
 ) -> None:
     """Serve a model with OpenAI's API. --dial auto leaves the dial to the load, between exact and --floor.
 
     With --engine vllm, vLLM's own options may follow behind --.
     """
-    from mars.method.acceptance import Dial
-
+    options = dict(locals())
+    del options["context"], options["engine"]
     if engine == "vllm":
-        known = ("model", "adapter", "dial", "host", "port", "rows", "memory", "api_key", "name", "engine")
-        _refuse_others(context, known, "vllm")
-        if dial is not None and Dial.parse(dial).measure != "probability":
-            raise MarsError(f"{dial} is not known to the engine vllm: threshold goes by probability there")
-        from mars.integrations.vllm import launch
-
-        raise typer.Exit(
-            launch.serve(
-                model,
-                adapter=adapter,
-                dial=dial,
-                host=host,
-                port=port,
-                rows=rows,
-                memory=memory,
-                api_key=api_key,
-                name=name,
-                others=context.args,
-            )
-        )
+        raise typer.Exit(_serve_vllm(context, options))
     if context.args:
         raise MarsError(f"unexpected argument {context.args[0]!r}: only --engine vllm takes options of another kind")
+    _serve(**options)
+
+
+def _serve_vllm(context: typer.Context, options: dict[str, Any]) -> int:
+    from mars.method.dials import Dial
+
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if name not in (*VLLM_OPTIONS, "engine") and source is not None and source.name != "DEFAULT":
+            raise MarsError(f"--{name.replace('_', '-')} is not known to the engine vllm: leave it out")
+    dial = options["dial"]
+    if dial is not None and Dial.parse(dial).measure != "probability":
+        raise MarsError(f"{dial} is not known to the engine vllm: threshold goes by probability there")
+    from mars.integrations.vllm import launch
+
+    return launch.serve(**{name: options[name] for name in VLLM_OPTIONS}, others=context.args)
+
+
+def _serve(dial: str | None, floor: str | None, target_token: float, target_wait: float, **options: Any) -> None:
+    from mars.method.dials import Dial
+
     try:
         from mars.serving.governor import Target
         from mars.serving.protocol import AUTO
@@ -372,39 +331,26 @@ def serve(
         raise MarsError(f"serving needs more packages ({error.name}): pip install 'mars-decoding[serve]'") from None
     run(
         Serving(
-            model=model,
-            adapter=adapter,
             dial=None if dial in (None, AUTO) else Dial.parse(dial),
             floor=None if floor is None else Dial.parse(floor),
-            host=host,
-            port=port,
-            rows=rows,
-            memory=memory,
-            max_waiting=max_waiting,
-            max_new_tokens=max_new_tokens,
-            api_key=api_key,
-            admin_key=admin_key,
-            name=name,
             auto=dial == AUTO,
             target=Target(target_token, target_wait),
-            log_level=log_level,
-            log_prompts=log_prompts,
-            warm_up=warm_up,
+            **options,
         )
     )
 
 
 @app.command("dial")
-def turn(
-    dial: Annotated[str | None, typer.Argument(help="What to turn it to; without one, it is only shown.")] = None,
+def set_dial(
+    dial: Annotated[str | None, Argument(help="The new dial; without one, the dial is only shown.")] = None,
     url: Annotated[
         list[str] | None,
-        typer.Option("--url", help=f"Where mars serve listens, {DEFAULT_URL} unless given; may be given again."),
+        Option("--url", help=f"Where mars serve listens, {DEFAULT_URL} unless given; may be given again."),
     ] = None,
-    key: Annotated[str | None, typer.Option("--key", envvar="MARS_ADMIN_KEY", help="The server's admin key.")] = None,
+    key: Annotated[str | None, Option("--key", envvar="MARS_ADMIN_KEY", help="The server's admin key.")] = None,
 ) -> None:
-    """Show or turn the dial of a running server, or of several."""
-    from mars.method.acceptance import Dial
+    """Show or set the dial of a running server, or of several."""
+    from mars.method.dials import Dial
     from mars.serving.remote import dials_of
 
     urls = url or [DEFAULT_URL]
@@ -430,31 +376,22 @@ def demo() -> None:
         for dial in DEMO_DIALS:
             with console.status(f"{dial}: {prompt}"):
                 answers.append(model.generate(prompt, dial=dial, max_new_tokens=DEMO_TOKENS))
+        texts = Table(expand=True, box=None, padding=(0, 1))
+        table = Table("dial", "tokens per forward", "tokens per second", "agreement", "same text as one-token")
+        for answer in answers:
+            texts.add_column(answer.dial, ratio=1, overflow="fold")
+            same = "yes" if answer.token_ids == answers[0].token_ids else "no"
+            numbers = (answer.tokens_per_forward, answer.tokens_per_second, answer.agreement)
+            table.add_row(answer.dial, *(f"{number:.2f}" for number in numbers), same)
+        texts.add_row(*map(coloured, answers))
         console.rule(prompt, style="dim")
-        console.print(_side_by_side(answers))
-        console.print(_measurements(answers))
+        console.print(texts)
+        console.print(table)
 
 
 def coloured(answer: Generation) -> Text:
     """The text with every forward's tokens in one colour."""
     return Text.assemble(*((piece, COLOURS[step % len(COLOURS)]) for step, piece in enumerate(answer.pieces)))
-
-
-def _side_by_side(answers: list[Generation]) -> Table:
-    table = Table(expand=True, box=None, padding=(0, 1))
-    for answer in answers:
-        table.add_column(answer.dial, ratio=1, overflow="fold")
-    table.add_row(*map(coloured, answers))
-    return table
-
-
-def _measurements(answers: list[Generation]) -> Table:
-    table = Table("dial", "tokens per forward", "tokens per second", "agreement", "same text as one-token")
-    for answer in answers:
-        same = "yes" if answer.token_ids == answers[0].token_ids else "no"
-        numbers = (answer.tokens_per_forward, answer.tokens_per_second, answer.agreement)
-        table.add_row(answer.dial, *(f"{number:.2f}" for number in numbers), same)
-    return table
 
 
 def _summary(answer: Generation) -> str:
@@ -465,7 +402,7 @@ def _summary(answer: Generation) -> str:
 
 
 def _load(model: str, adapter: str | None, dial: str | None, dtype: str | None = None, **options: Any) -> Model:
-    """Load a model, but look at the dial first: a typing mistake should not cost a download."""
+    """Load a model. The dial is checked first: a typing mistake should not cost a download."""
     from transformers.utils import logging
 
     from mars.api import load
@@ -485,7 +422,7 @@ def _load(model: str, adapter: str | None, dial: str | None, dtype: str | None =
 
 
 def _warm(model: Model) -> Model:
-    """Have a GPU ready for one request at a time."""
+    """Warm a GPU up for one request at a time."""
     if model.checkpoint.device.type == "cuda":
         with Console(stderr=True).status("Warming up, which takes a minute the first time …"):
             model.warm_up(rows=1)
@@ -493,7 +430,7 @@ def _warm(model: Model) -> Model:
 
 
 def _say(console: Console, model: Model, messages: list[dict[str, str]], **options: object) -> str:
-    """Stream one answer; Ctrl-C cuts it short but keeps what was said."""
+    """Stream one answer; Ctrl-C ends it but keeps the text so far."""
     stream = model.stream(messages, **options)
     try:
         _print_pieces(stream)
@@ -504,7 +441,7 @@ def _say(console: Console, model: Model, messages: list[dict[str, str]], **optio
 
 
 def _print_pieces(stream: Stream) -> None:
-    """Write text as it comes, byte for byte: no wrapping, no markup."""
+    """Print text as it comes, without wrapping or markup."""
     for piece in stream:
         print(piece, end="", flush=True)
     print()

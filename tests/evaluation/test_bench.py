@@ -148,7 +148,7 @@ def test_vllm(mars_model: Path, tmp_path: Path, run, vllm: list[tuple[str, dict]
 
 def test_vllm_gets_a_folder_of_what_was_put_together_here(vllm: list[tuple[str, dict]]) -> None:
     checkpoint, prompts = tiny_checkpoint("llama"), [[1, 2, 3], [4, 5]]
-    with open_peer("vllm", checkpoint, None, rows=2, length=32) as peer:
+    with open_peer("vllm", checkpoint, None, max_num_seqs=2, length=32) as peer:
         theirs = peer.decode(prompts, 8)
     assert not Path(vllm[0][0]).exists()
     ours = mars.Model(checkpoint).generate(prompts, dial="one-token", max_new_tokens=8)
@@ -160,9 +160,9 @@ def test_no_round_knows_the_prompts_of_another(monkeypatch: pytest.MonkeyPatch) 
     found, pages = [], model.engine().pages
     find = pages.find
     monkeypatch.setattr(pages, "find", lambda tokens: found.append(find(tokens)) or found[-1])
-    contender = with_dial(model, "one-token", None)
+    decoder = with_dial(model, "one-token", None)
     for _ in range(2):
-        contender.decode([list(range(10)) * 4], 4)
+        decoder.decode([list(range(10)) * 4], 4)
     assert found == [[], []]
     model.generate(list(range(10)) * 4, dial="one-token", max_new_tokens=4)
     assert found[-1], "nothing is shared anyway: a weak test"
@@ -171,10 +171,10 @@ def test_no_round_knows_the_prompts_of_another(monkeypatch: pytest.MonkeyPatch) 
 def test_a_run_that_dies_leaves_whole_files(
     chat_model: Path, tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def dying(contender, *arguments: object, batch_size: int, **options: object):
+    def dying(decoder, *arguments: object, batch_size: int, **options: object):
         if batch_size == 2:
             raise KeyboardInterrupt
-        return measure(contender, *arguments, batch_size=batch_size, **options)
+        return measure(decoder, *arguments, batch_size=batch_size, **options)
 
     monkeypatch.setattr(bench, "measure", dying)
     asked = ("--dials", "one-token", "--batch-sizes", "1,2", *SMALL, "--out", "out.json")

@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 
 import mars
 from mars.errors import MarsError
-from mars.evaluation.writing import cut, encode, write
+from mars.evaluation.generate import cut, encode, generate
 from mars.models import save_checkpoint
 from tests.conftest import CHAT_TEMPLATE, MASK, save_chat_model, tiny_checkpoint
 
@@ -306,20 +306,20 @@ def test_a_gpu_that_is_not_there(llama: str, monkeypatch: pytest.MonkeyPatch) ->
     assert MarsLM(llama, device="cuda:0").device.type == "cpu"
 
 
-def test_writing_stops_when_its_reader_does(tmp_path: Path) -> None:
+def test_generation_stops_when_its_caller_does(tmp_path: Path) -> None:
     model = mars.load(save_chat_model(tmp_path / "tiny", trained=True), device="cpu", rows=3)
     prompts = [[1, number % 9, number // 9] for number in range(70)]
     requests = [model.request(prompt, max_new_tokens=12) for prompt in prompts]
     expected = model.generate(prompts, max_new_tokens=12)
-    found = dict(write(model, requests))
+    found = dict(generate(model, requests))
     assert [found[index].token_ids for index in range(70)] == [answer.token_ids for answer in expected]
-    answers = write(model, requests)
+    answers = generate(model, requests)
     assert len(list(islice(answers, 5))) == 5
     answers.close()
     assert (model.engine().running, model.engine().waiting) == (0, 0)
     with pytest.raises(MarsError, match="max_new_tokens"):
-        next(write(model, [*requests, model.request([1], max_new_tokens=0)]))
-    assert not list(write(model, []))
+        next(generate(model, [*requests, model.request([1], max_new_tokens=0)]))
+    assert not list(generate(model, []))
 
 
 def test_prompts_and_ends(llama: str) -> None:

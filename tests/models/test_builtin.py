@@ -1,4 +1,4 @@
-"""The built-in model's cache: built once by whoever comes first, never half, and never damaged unnoticed."""
+"""The built-in model's cache: built once by the first process that needs it, and verified on every use."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for _ in range(200):
             start, step, asked = draw.randrange(10), draw.randrange(1, 4), draw.randrange(3, 12)
             length = asked + draw.randrange(5, 27)
-            text = "".join("abcdefghij"[(start + step * place) % 10] for place in range(length))
+            text = "".join("abcdefghij"[(start + step * index) % 10] for index in range(length))
             file.write(json.dumps({"prompt": text[:asked], "completion": text[asked:]}) + "\n")
     return path
 

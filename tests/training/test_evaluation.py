@@ -8,11 +8,10 @@ import torch
 from mars.api import Model
 from mars.method.streams import next_tokens
 from mars.training.chats import Document
-from mars.training.evaluation import Evaluation, evaluate
+from mars.training.evaluation import Evaluation, evaluate, replay
 from mars.training.objective import Objective
 from mars.training.packing import pack
 from mars.training.recipe import Loss
-from mars.training.replay import replay
 from tests.conftest import MASK, tiny_checkpoint
 
 PROMPTS = [[1, 2, 3], [4, 5], [7, 7, 1, 0], [9]]

@@ -1,4 +1,4 @@
-"""What only a GPU shows: FlexAttention with its gradient, compiled layers, the writer's recorded step."""
+"""What only a GPU shows: FlexAttention with its gradient, compiled layers, the generator's captured step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 import mars
 from mars.method.streams import Pack, lay_out, random_anchors
+from mars.training.generator import TextGenerator
 from mars.training.objective import Objective, batch_tensors
 from mars.training.recipe import Loss
-from mars.training.writer import Job, Writer
 from tests.conftest import MASK, tiny_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -20,7 +20,7 @@ LENGTH = 200
 
 
 def random_pack(rows: int = 3) -> Pack:
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.TextGenerator().manual_seed(1)
     tokens = torch.randint(10, (rows, LENGTH), generator=generator)
     documents = (torch.arange(LENGTH) // 67).expand(rows, -1).clone()
     documents[:, -9:] = -1
@@ -36,7 +36,7 @@ def loss_and_gradient(family: str, **options: bool) -> tuple[dict[str, float], t
         for parameter in base.parameters():
             parameter.mul_(0.9)
     pack = random_pack()
-    streams = lay_out(pack, random_anchors(pack, 40, torch.Generator().manual_seed(2)), 3, MASK, 128)
+    streams = lay_out(pack, random_anchors(pack, 40, torch.TextGenerator().manual_seed(2)), 3, MASK, 128)
     batch = {
         name: value.cuda() if isinstance(value, torch.Tensor) else value
         for name, value in batch_tensors(streams, LENGTH).items()
@@ -59,11 +59,12 @@ def test_flex_attention_gives_the_dense_loss_and_gradient(family: str, compiled:
     assert (flex_gradient - gradient).norm() < 5e-3 * gradient.norm()
 
 
-def test_the_writer_writes_what_the_plain_decoder_writes() -> None:
+def test_the_generator_writes_what_the_plain_decoder_writes() -> None:
     model = mars.load(os.environ.get("MARS_TEST_MODEL", "smollm2-135m"), dtype="float32")
     prompts = ["Why is the sky blue?", "List the days of the week.", "Write a haiku.", "2+2?", "What is Python?"]
-    jobs = [Job(prompt, model.checkpoint.encode(prompt), 0.0, 40) for prompt in prompts]
-    written = {each.job.key: each for each in Writer(model.checkpoint, 3, 256).write(jobs)}
+    generator = TextGenerator(model.checkpoint, 3, 256)
+    jobs = [(prompt, generator.request(model.checkpoint.encode(prompt), 0.0, 40)) for prompt in prompts]
+    generated = {prompt: tokens for prompt, tokens, _ in generator.generate(jobs)}
     for prompt in prompts:
         plain = model.generate(prompt, dial="one-token", max_new_tokens=40)
-        assert written[prompt].tokens == plain.token_ids[: len(plain.token_ids) - (plain.finish_reason == "stop")]
+        assert generated[prompt] == plain.token_ids[: len(plain.token_ids) - (plain.finish_reason == "stop")]

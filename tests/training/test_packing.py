@@ -29,7 +29,7 @@ def test_every_document_is_in_a_row_once_and_whole(sizes: list[int], together: b
         assert numbers[: len(used)] == used
         assert all(token == 7 for token in tokens[len(used) :])
         for number in sorted(set(used)):
-            at = [place for place in range(LENGTH) if numbers[place] == number]
+            at = [index for index in range(LENGTH) if numbers[index] == number]
             found.append(Document([tokens[p] for p in at], [assistant[p] for p in at]))
     assert sorted(each.tokens for each in found) == sorted(each.tokens for each in documents)
     assert all(each.assistant == [k % 2 == 1 for k in range(len(each.tokens))] for each in found)

@@ -1,1 +1,1 @@
-"""What a model and its dials are worth: measured, beside others, on one machine in one run."""
+"""Evaluation: speed and accuracy of models, dials and other decoders, and reports on them."""

@@ -1,9 +1,6 @@
-"""lm-eval's model class over our engine: every task of EleutherAI's harness, at every dial.
+"""The model class ``mars`` for EleutherAI's lm-eval; run as a module, this is lm-eval's command line with that class.
 
-    python -m mars.evaluation.harness run --model mars --model_args pretrained=MODEL,dial=exact --tasks gsm8k -b auto
-
-Behind ``harness`` stands lm-eval's own command line. In Python, whoever imports this module can ask lm-eval for the
-model ``mars``. In one-token mode, and with `exact` too, the answers are those of lm-eval's class ``hf``.
+python -m mars.evaluation.harness run --model mars --model_args pretrained=MODEL,dial=exact --tasks gsm8k -b auto
 """
 
 from __future__ import annotations
@@ -22,13 +19,13 @@ from mars.api import load
 from mars.decoding.attention import own_attention
 from mars.decoding.request import Request
 from mars.errors import MarsError
-from mars.evaluation.writing import cut, encode, write
-from mars.method.acceptance import Dial
+from mars.evaluation.generate import cut, encode, generate, render_chat
+from mars.method.dials import Dial
 from mars.method.sampling import Sampling
 from mars.method.windows import Shape
 from mars.models.builtin import NAME as DEFAULT_MODEL
 
-try:  # lm_eval.models fills lm-eval's registry, which would not happen any more once we are in it
+try:  # lm_eval.models fills the registry, but only while it is empty: import it before ours is added
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import model_registry
     from lm_eval.models.utils import DEFAULT_MAX_LENGTH, handle_stop_sequences, normalize_gen_kwargs
@@ -37,19 +34,18 @@ except ImportError as error:
     raise MarsError(f"lm-eval is needed ({error}): pip install 'mars-decoding[eval]'") from None
 
 ROWS = 64
-BATCH_TOKENS = 4096
-"""Most tokens of a forward that reads given texts, if there is more than one"""
+BATCH_TOKENS = 4096  # most tokens of a forward over several texts to score
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 Scored = tuple[tuple[str, str] | None, list[int], list[int]]
-"""What lm-eval calls it, a context and its continuation"""
+"""lm-eval's key of the request, the context, and the continuation to score"""
 
 if "mars" not in model_registry:
     model_registry.register("mars", target="mars.evaluation.harness:MarsLM")
 
 
 class MarsLM(TemplateLM):
-    """A checkpoint as lm-eval sees models."""
+    """A checkpoint as a model of lm-eval. With one-token and exact, the answers are those of lm-eval's class ``hf``."""
 
     def __init__(
         self,
@@ -70,8 +66,8 @@ class MarsLM(TemplateLM):
     ) -> None:
         """``pretrained`` is what `mars.load` takes, ``dial``, ``window`` and ``block_size`` what `Model.request` does.
 
-        ``rows`` requests run at once: by default ``batch_size`` where that is a number, else ``max_batch_size`` or 64.
-        Texts of more than ``max_length`` tokens lose their beginning, by default what the model holds.
+        ``rows`` requests run at once: by default ``batch_size`` if that is a number, else ``max_batch_size`` or 64.
+        Texts of more than ``max_length`` tokens (default: the model's context) lose their beginning.
         ``enable_thinking`` goes to the chat template.
         """
         super().__init__()
@@ -80,7 +76,11 @@ class MarsLM(TemplateLM):
                 f"unknown model argument {next(iter(unknown))}: use pretrained, adapter, dial, window, block_size, "
                 "dtype, device, rows, batch_size, max_length or enable_thinking"
             )
-        rows = next(each for each in (rows, _rows(batch_size), max_batch_size, ROWS) if each is not None)
+        size = str(batch_size)
+        if batch_size is not None and not size.isdecimal() and size.partition(":")[0] != "auto":
+            raise MarsError(f"batch_size must be a number or auto, not {batch_size!r}")
+        given = (rows, int(size) if size.isdecimal() else None, max_batch_size, ROWS)
+        rows = next(each for each in given if each is not None)
         for name, value in {"rows": rows, "block_size": block_size, "max_length": max_length}.items():
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise MarsError(f"{name} must be a whole number above 0, not {value!r}")
@@ -97,8 +97,6 @@ class MarsLM(TemplateLM):
         self.tokenizer = self._checkpoint.tokenizer
         self.max_length = max_length or self._checkpoint.context or DEFAULT_MAX_LENGTH
         self.max_gen_toks = 256
-
-    # --- tokens and chats
 
     @property
     def eot_token_id(self) -> int:
@@ -124,13 +122,7 @@ class MarsLM(TemplateLM):
         if self.tokenizer.chat_template is None:
             raise MarsError(f"{self._checkpoint.name} has no chat template: leave out --apply_chat_template")
         try:
-            return self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-                **self._template_options,
-            )
+            return render_chat(self._checkpoint, chat_history, add_generation_prompt, **self._template_options)
         except TemplateError as error:
             rest = [each for each in chat_history if each["role"] != "system"]
             if len(rest) == len(chat_history):
@@ -139,14 +131,12 @@ class MarsLM(TemplateLM):
                 ) from error
             return self.apply_chat_template(rest, add_generation_prompt)
 
-    # --- writing
-
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         asked = [self._ask(*each.args) for each in requests]
         texts = [""] * len(requests)
         with (
             tqdm(total=len(requests), desc="Running generate_until requests", disable=disable_tqdm) as bar,
-            closing(write(self._model, [request for request, _ in asked])) as answers,
+            closing(generate(self._model, [request for request, _ in asked])) as answers,
         ):
             for index, answer in answers:
                 text = cut(self.tokenizer.decode(answer.token_ids, skip_special_tokens=True), asked[index][1])
@@ -175,7 +165,7 @@ class MarsLM(TemplateLM):
         return request, stops
 
     def _sampling(self, options: dict[str, Any]) -> Sampling:
-        """What tokens are drawn by; where the task does not say, the checkpoint does. lm-eval has seeded torch."""
+        """The task's sampling options, else the checkpoint's own. lm-eval has seeded torch."""
         del options["do_sample"]
         if options.get("num_beams") == 1:
             del options["num_beams"]
@@ -189,26 +179,23 @@ class MarsLM(TemplateLM):
         except TypeError:
             raise MarsError(f"generation options must be numbers, not {chosen}") from None
 
-    # --- scoring
-
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        windows = [self._windows(*each.args) for each in requests]
+        windows: list[list[Scored]] = []  # parts of the texts that fit the model; each token is predicted once
+        for each in requests:
+            tokens = self.tok_encode(*each.args)
+            rolling = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
+            windows.append([(None, *make_disjoint_window(window)) for window in rolling])
         scores = iter(self._loglikelihood_tokens(list(chain(*windows)), disable_tqdm=disable_tqdm))
         totals = [sum(score for score, _ in islice(scores, len(each))) for each in windows]
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
-    def _windows(self, text: str) -> list[Scored]:
-        """A text in pieces that the model holds, each token predicted once."""
-        rolling = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, context_len=1)
-        return [(None, *make_disjoint_window(each)) for each in rolling]
-
     @torch.inference_mode()
     def _loglikelihood_tokens(
         self, requests: Sequence[Scored], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """How likely each continuation is, and whether it is the likeliest. Those behind the same text share a row."""
+        """Logprob of each continuation, and whether it is the greedy one. Equal texts are computed once."""
         sharing: dict[tuple[int, ...], list[int]] = {}
         for index, (_name, context, continuation) in enumerate(requests):
             if len(continuation) > self.max_length:
@@ -232,14 +219,17 @@ class MarsLM(TemplateLM):
                     for index in sharing[text]:
                         name, _context, continuation = requests[index]
                         end = len(text) - first
-                        answers[index] = _score(row[end - len(continuation) : end], continuation)
+                        found = row[end - len(continuation) : end]
+                        wanted = torch.tensor(continuation, device=self._device)
+                        logprobs = found.float().log_softmax(-1).gather(1, wanted[:, None])
+                        answers[index] = float(logprobs.sum()), bool((found.argmax(-1) == wanted).all())
                         if name is not None:
                             self.cache_hook.add_partial("loglikelihood", name, answers[index])
                         bar.update()
         return answers
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval notes beside its results."""
+        """What lm-eval stores beside its results."""
         module = self._checkpoint.module
         return {
             "model_num_parameters": module.num_parameters(),
@@ -249,18 +239,8 @@ class MarsLM(TemplateLM):
         }
 
 
-def _rows(batch_size: int | str | None) -> int | None:
-    """The number that a batch size is; None: the caller leaves it to us."""
-    text = str(batch_size)
-    if text.isdecimal():
-        return int(text)
-    if batch_size is not None and text.partition(":")[0] != "auto":
-        raise MarsError(f"batch_size must be a number or auto, not {batch_size!r}")
-    return None
-
-
 def _device(name: str | None) -> torch.device | None:
-    """None: any. lm-eval asks for a GPU where it was not told otherwise, be there one or not."""
+    """None: the default. lm-eval asks for ``cuda`` unless told otherwise, even if there is no GPU."""
     try:
         device = None if name is None else torch.device(name)
     except RuntimeError:
@@ -269,18 +249,12 @@ def _device(name: str | None) -> torch.device | None:
 
 
 def _batches(texts: Sequence[tuple[int, ...]], rows: int) -> Iterator[Sequence[tuple[int, ...]]]:
-    """Texts that go through the model together; the longest come first."""
+    """Texts that go through the model together. They must be sorted, longest first."""
     start = 0
     while start < len(texts):
         size = max(1, min(rows, BATCH_TOKENS // max(1, len(texts[start]))))
         yield texts[start : start + size]
         start += size
-
-
-def _score(logits: torch.Tensor, tokens: list[int]) -> tuple[float, bool]:
-    wanted = torch.tensor(tokens, device=logits.device)
-    logprobs = logits.float().log_softmax(-1).gather(1, wanted[:, None])
-    return float(logprobs.sum()), bool((logits.argmax(-1) == wanted).all())
 
 
 def main() -> None:

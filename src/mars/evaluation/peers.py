@@ -1,4 +1,4 @@
-"""Others who decode the same model: transformers, vLLM, and the paper's two decoders."""
+"""Other decoders of the same model: transformers, vLLM, and the paper's two."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from mars.api import Model
 from mars.baselines import block_cache, sliding_window
@@ -16,7 +18,7 @@ from mars.decoding.attention import own_attention
 from mars.decoding.decoder import require_masks
 from mars.decoding.request import Generation, Request
 from mars.errors import MarsError
-from mars.evaluation.speed import Contender, Decode, Round
+from mars.evaluation.speed import Decode, Decoder, Round
 from mars.evaluation.vllm import import_vllm, load_vllm
 from mars.method.acceptance import Dial
 from mars.models import Checkpoint
@@ -26,7 +28,7 @@ PAPER_DIAL = "threshold=0.95"
 
 
 def check_peer(name: str) -> None:
-    """Raise if there is no such peer here."""
+    """Raise if the peer is unknown or not installed."""
     kind, _, size = name.partition("=")
     if name not in ("transformers", "vllm", "sliding-window") and not (
         kind == "block-cache" and size.isdecimal() and int(size) > 0
@@ -37,34 +39,34 @@ def check_peer(name: str) -> None:
 
 
 def check_model(name: str, checkpoint: Checkpoint) -> None:
-    """Raise if the peer needs a MARS model and this is none."""
+    """Raise if the peer needs a MARS model and this is not one."""
     if name.startswith(("block-cache", "sliding-window")):
         require_masks(checkpoint, Dial.parse(PAPER_DIAL))
 
 
 @contextmanager
-def open_peer(name: str, checkpoint: Checkpoint, source: str | None, rows: int, length: int) -> Iterator[Contender]:
-    """A peer that can answer ``rows`` prompts at once, whose texts are at most ``length`` tokens.
+def open_peer(
+    name: str, checkpoint: Checkpoint, source: str | None, max_num_seqs: int, length: int
+) -> Iterator[Decoder]:
+    """A peer that can answer ``max_num_seqs`` prompts at once, with texts of at most ``length`` tokens.
 
-    ``source`` is where others find the very same model; None: nowhere, it was put together here.
+    ``source`` is a folder or hub id with the very same weights; None: there is none.
     """
     label = {"peer": name, "window": None}
     if name == "vllm":
-        with open_vllm(checkpoint, source, rows, length) as decode:
-            yield Contender(label, decode, is_elsewhere=True)
-    elif name == "transformers":
-        yield Contender(label, _transformers(checkpoint))
-    elif name == "sliding-window":
-        yield Contender(label, _sliding_window(checkpoint))
+        with open_vllm(checkpoint, source, max_num_seqs, length) as decode:
+            yield Decoder(label, decode, device=None)
+        return
+    kind, _, size = name.partition("=")
+    if kind == "block-cache":
+        decode = partial(_block_cache, checkpoint, int(size))
     else:
-        yield Contender(label, _block_cache(checkpoint, int(name.partition("=")[2])))
-
-
-# --- transformers
+        decode = partial(_transformers if kind == "transformers" else _sliding_window, checkpoint)
+    yield Decoder(label, decode, checkpoint.device)
 
 
 class _Clock:
-    """A streamer that notes when tokens come."""
+    """A streamer that keeps the times at which tokens come."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
@@ -77,39 +79,31 @@ class _Clock:
         pass
 
 
-def _transformers(checkpoint: Checkpoint) -> Decode:
+def _transformers(checkpoint: Checkpoint, prompts: Sequence[list[int]], max_new_tokens: int) -> Round:
     """The model's own ``generate``, prompts padded at the left."""
     ends = sorted(checkpoint.end_tokens)
-    options: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0, "pad_token_id": ends[0] if ends else 0}
-    options["eos_token_id"] = ends or None
+    padding = ends[0] if ends else 0
+    options: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0, "pad_token_id": padding}
+    options |= {"eos_token_id": ends or None, "max_new_tokens": max_new_tokens}
     if checkpoint.mask_token_id is not None:
         options["suppress_tokens"] = [checkpoint.mask_token_id]
-
-    def decode(prompts: Sequence[list[int]], max_new_tokens: int) -> Round:
-        clock = _Clock()
-        longest = max(map(len, prompts))
-        padded = [[options["pad_token_id"]] * (longest - len(prompt)) + prompt for prompt in prompts]
-        seen = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        ids, attention_mask = (torch.tensor(each, device=checkpoint.device) for each in (padded, seen))
-        with own_attention(checkpoint.module) as model:
-            out = model.generate(
-                ids, attention_mask=attention_mask, streamer=clock, max_new_tokens=max_new_tokens, **options
-            )
-        times = clock.times[1:]  # the first is the prompt's
-        texts = [_cut(row, checkpoint.end_tokens) for row in out[:, longest:].tolist()]
-        return Round([_answer(checkpoint, text, times[: len(text)], checked=len(text)) for text in texts], len(times))
-
-    return decode
-
-
-def _cut(tokens: list[int], end_tokens: frozenset[int]) -> list[int]:
-    """Without the padding behind the end."""
-    last = next((place for place, token in enumerate(tokens) if token in end_tokens), len(tokens))
-    return tokens[: last + 1]
+    clock = _Clock()
+    texts = [torch.tensor(prompt, device=checkpoint.device) for prompt in prompts]
+    layout: dict[str, Any] = {"batch_first": True, "padding_side": "left"}
+    ids = pad_sequence(texts, padding_value=padding, **layout)
+    mask = pad_sequence([torch.ones_like(text) for text in texts], **layout)
+    with own_attention(checkpoint.module) as model:
+        out = model.generate(ids, attention_mask=mask, streamer=clock, **options)
+    times = clock.times[1:]  # the first is the prompt's
+    answers = []
+    for row in out[:, ids.shape[1] :].tolist():
+        tokens = row[: next((index for index, token in enumerate(row, 1) if token in ends), len(row))]
+        answers.append(_answer(checkpoint, tokens, times[: len(tokens)], checked=len(tokens)))
+    return Round(answers, len(times))
 
 
 def _answer(checkpoint: Checkpoint, tokens: list[int], times: list[float], checked: int = 0) -> Generation:
-    """An answer written one token a forward; all that was ``checked`` is the AR model's own."""
+    """An answer of one token per forward; ``checked`` tokens are known to be the model's own greedy ones."""
     return Generation(
         text="",
         token_ids=tokens,
@@ -123,37 +117,28 @@ def _answer(checkpoint: Checkpoint, tokens: list[int], times: list[float], check
     )
 
 
-# --- vLLM
-
-
 @contextmanager
-def open_vllm(checkpoint: Checkpoint, source: str | None, rows: int, length: int, **options: Any) -> Iterator[Decode]:
-    """One token at a time, with its own best way to ask it. ``options`` are its own."""
+def open_vllm(
+    checkpoint: Checkpoint, source: str | None, max_num_seqs: int, length: int, **options: Any
+) -> Iterator[Decode]:
+    """One token at a time through vLLM's own ``generate``. ``options`` are vLLM's."""
     vllm = import_vllm()
-    with load_vllm(checkpoint, source, rows, length, **options) as llm:
+    with load_vllm(checkpoint, source, max_num_seqs, length, **options) as llm:
 
         def decode(prompts: Sequence[list[int]], max_new_tokens: int) -> Round:
             sampling = vllm.SamplingParams(
                 temperature=0.0, max_tokens=max_new_tokens, stop_token_ids=sorted(checkpoint.end_tokens)
             )
-            asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-            outputs = llm.generate(asked, sampling, use_tqdm=False)
-            return Round(
-                [_answer(checkpoint, list(each.outputs[0].token_ids), _times(each.metrics)) for each in outputs]
-            )
+            answers = []
+            for each in llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False):
+                times, metrics = [], each.metrics
+                if metrics is not None:  # of the first and the last token
+                    first = metrics.first_token_latency
+                    times = [first, first + metrics.last_token_ts - metrics.first_token_ts]
+                answers.append(_answer(checkpoint, list(each.outputs[0].token_ids), times))
+            return Round(answers)
 
         yield decode
-
-
-def _times(metrics: Any) -> list[float]:
-    """When the first and the last token came, if vLLM says so."""
-    if metrics is None:
-        return []
-    first = metrics.first_token_latency
-    return [first, first + metrics.last_token_ts - metrics.first_token_ts]
-
-
-# --- the paper's
 
 
 def _paper_requests(checkpoint: Checkpoint, prompts: Sequence[list[int]], max_new_tokens: int) -> list[Request]:
@@ -161,24 +146,17 @@ def _paper_requests(checkpoint: Checkpoint, prompts: Sequence[list[int]], max_ne
     return [model.request(prompt, dial=PAPER_DIAL, max_new_tokens=max_new_tokens) for prompt in prompts]
 
 
-def _block_cache(checkpoint: Checkpoint, size: int) -> Decode:
-    def decode(prompts: Sequence[list[int]], max_new_tokens: int) -> Round:
-        answers = block_cache(checkpoint, _paper_requests(checkpoint, prompts, max_new_tokens), size)
-        return Round(answers, max(answer.forwards for answer in answers))
-
-    return decode
+def _block_cache(checkpoint: Checkpoint, size: int, prompts: Sequence[list[int]], max_new_tokens: int) -> Round:
+    answers = block_cache(checkpoint, _paper_requests(checkpoint, prompts, max_new_tokens), size)
+    return Round(answers, max(answer.forwards for answer in answers))
 
 
-def _sliding_window(checkpoint: Checkpoint) -> Decode:
-    """One request after another; those that wait, wait from the start."""
-
-    def decode(prompts: Sequence[list[int]], max_new_tokens: int) -> Round:
-        answers: list[Generation] = []
-        started = time.perf_counter()
-        for request in _paper_requests(checkpoint, prompts, max_new_tokens):
-            waited = time.perf_counter() - started
-            answer = sliding_window(checkpoint, request)
-            answers.append(replace(answer, times=[waited + each for each in answer.times]))
-        return Round(answers, sum(answer.forwards for answer in answers))
-
-    return decode
+def _sliding_window(checkpoint: Checkpoint, prompts: Sequence[list[int]], max_new_tokens: int) -> Round:
+    """One request after another; the time a request waits for the others counts."""
+    answers: list[Generation] = []
+    started = time.perf_counter()
+    for request in _paper_requests(checkpoint, prompts, max_new_tokens):
+        waited = time.perf_counter() - started
+        answer = sliding_window(checkpoint, request)
+        answers.append(replace(answer, times=[waited + each for each in answer.times]))
+    return Round(answers, sum(answer.forwards for answer in answers))

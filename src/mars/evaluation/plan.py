@@ -1,13 +1,11 @@
-"""What to measure: the options of ``mars bench``, read and checked before a model is loaded."""
+"""The options of ``mars bench``, and checks of options that ``mars eval`` shares."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
-
-from rich.console import Console
+from typing import Any, Literal
 
 from mars.errors import MarsError
 from mars.evaluation.peers import check_peer
@@ -17,7 +15,7 @@ from mars.method.windows import Shape
 from mars.models import Checkpoint
 from mars.models.loading import is_put_together
 from mars.models.prompts import Prompt
-from mars.training.rows import read_rows, to_prompt
+from mars.training.rows import read_rows, to_prompt, warn
 
 PROMPTS: tuple[Prompt, ...] = (
     "Why is the sky blue?",
@@ -38,36 +36,34 @@ PROMPTS: tuple[Prompt, ...] = (
     "Compare electric cars and petrol cars in a table with four rows.",
 )
 
-
-Engine = Literal["mars", "vllm"]
-"""Ours, or vLLM with the plugin"""
+Engine = Literal["mars", "vllm"]  # ours, or vLLM with the plugin
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """What to measure."""
+
     model: str
     adapter: str | None
-    dials: Sequence[str]
-    """One-token first; a window may stand behind a space"""
+    dials: Sequence[str]  # one-token is the first; a window may follow after a space: ``exact tree``
     batch_sizes: Sequence[int]
     peers: Sequence[str]
     prompts: Path | None
     max_new_tokens: int
     dtype: str | None
     min_requests: int
-    engine: Engine
-    """Whose dials are measured"""
+    engine: Engine  # the engine whose dials are measured
     out: Path
     questions: Mapping[str | None, Sequence[Prompt]]
-    """What the prompts file holds, or `PROMPTS`; apart by category if each is measured by itself"""
+    """The prompts by category if each is measured by itself, else all under None"""
 
     def options(self) -> dict[str, object]:
-        """All that was asked for, as JSON knows it."""
+        """All options as JSON values."""
         options = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "questions"}
         return {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
 
     def encode(self, checkpoint: Checkpoint) -> dict[str | None, list[list[int]]]:
-        """The prompts' tokens; those are left out that leave too little room for an answer."""
+        """The prompts' tokens, without prompts that leave too little room for an answer."""
         context = checkpoint.context
         fitting: dict[str | None, list[list[int]]] = {}
         for category, questions in self.questions.items():
@@ -84,48 +80,30 @@ class Plan:
         return fitting
 
 
-def make_plan(
-    *,
-    model: str,
-    adapter: str | None,
-    dials: str,
-    batch_sizes: str,
-    peers: str | None,
-    prompts: Path | None,
-    max_new_tokens: int,
-    dtype: str | None,
-    min_requests: int,
-    out: Path,
-    engine: Engine = "mars",
-    by_category: bool = False,
-) -> Plan:
-    """Read the lists, which have commas between their items; raises at the first mistake. Makes ``out``'s folder."""
-    for name, number in (("--max-new-tokens", max_new_tokens), ("--min-requests", min_requests)):
-        if number < 1:
-            raise MarsError(f"{name} must be at least 1, not {number}")
-    turns = items_of("--dials", dials)
-    sizes = items_of("--batch-sizes", batch_sizes)
-    others = [] if peers is None else items_of("--peers", peers)
-    for turn in turns:
-        split_dial(turn)
+def make_plan(*, dials: str, batch_sizes: str, peers: str | None, by_category: bool, **options: Any) -> Plan:
+    """Read and check the options, of which lists have commas between their items. Makes the folder of ``out``."""
+    check_counts({"--max-new-tokens": options["max_new_tokens"], "--min-requests": options["min_requests"]})
+    wanted = list_of("--dials", dials)
+    sizes = list_of("--batch-sizes", batch_sizes)
+    others = [] if peers is None else list_of("--peers", peers)
+    check_dials(options["engine"], wanted)
     if wrong := [size for size in sizes if not size.isdecimal() or int(size) < 1]:
         raise MarsError(f"--batch-sizes must be whole numbers of 1 or more, not {wrong[0]!r}")
     for peer in others:
         check_peer(peer)
-    check_engine(engine, turns)
+    out = options["out"]
+    if out.suffix != ".json" or out.is_dir():
+        raise MarsError(f"--out must name a .json file, not {out}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MarsError(f"the folder {out.parent} cannot be made: {error.strerror}") from None
     return Plan(
-        model=model,
-        adapter=adapter,
-        dials=list(dict.fromkeys(["one-token", *turns])),
+        dials=list(dict.fromkeys(["one-token", *wanted])),
         batch_sizes=sorted({int(size) for size in sizes}),
         peers=others,
-        prompts=prompts,
-        max_new_tokens=max_new_tokens,
-        dtype=dtype,
-        min_requests=min_requests,
-        engine=engine,
-        out=_checked(out),
-        questions=_questions(prompts, by_category),
+        questions=_questions(options["prompts"], by_category),
+        **options,
     )
 
 
@@ -143,21 +121,28 @@ def _questions(path: Path | None, by_category: bool) -> dict[str | None, Sequenc
 
 
 def source_of(model: str, adapter: str | None, checkpoint: Checkpoint) -> str | None:
-    """Where others find the very same weights; None if they were put together here."""
+    """The folder or hub id with the very same weights; None if they were put together when the model was loaded."""
     return None if is_put_together(model, adapter) else checkpoint.name
 
 
-def check_engine(engine: Engine, dials: Sequence[str]) -> None:
-    """Raise if there is no such engine here, or if it does not know a dial's window."""
+def check_counts(counts: Mapping[str, int | None]) -> None:
+    """Raise at the first flag that is given and below 1."""
+    for flag, number in counts.items():
+        if number is not None and number < 1:
+            raise MarsError(f"{flag} must be at least 1, not {number}")
+
+
+def check_dials(engine: Engine, dials: Sequence[str]) -> None:
+    """Raise if the engine is not installed, or if a dial or its window is not known to it."""
     if engine == "vllm":
         import_vllm()
-        for dial, window in map(split_dial, dials):
-            if window:
-                raise MarsError(f"{dial} {window}: the engine vllm has a chain for every dial, leave the window out")
+    for dial, window in map(split_dial, dials):
+        if window and engine == "vllm":
+            raise MarsError(f"{dial} {window}: the engine vllm has a chain for every dial, leave the window out")
 
 
 def split_dial(text: str) -> tuple[str, str | None]:
-    """A dial and its window: ``exact tree``, or None for the engine's own choice."""
+    """A dial and its window: ``exact tree``; None: the engine chooses the window."""
     dial, _, window = text.partition(" ")
     Dial.parse(dial)
     if window:
@@ -166,7 +151,7 @@ def split_dial(text: str) -> tuple[str, str | None]:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The openings of a file's chats, and single questions as text, for models that cannot chat."""
+    """The openings of a file's chats; a single question as text, so that models without a chat template take it."""
     return [prompt for _, prompt in _read(path)]
 
 
@@ -177,23 +162,13 @@ def _read(path: Path) -> list[tuple[str | None, Prompt]]:
     if not rows:
         raise MarsError(f"{path} has no usable row" + (f": {bad[0]}" if bad else ""))
     if bad:
-        Console(stderr=True).print(f"skipped {len(bad)} rows, the first: {bad[0]}", markup=False, soft_wrap=True)
+        warn(f"skipped {len(bad)} rows, the first: {bad[0]}")
     return [(row.category, row.messages[0]["content"] if len(row.messages) == 1 else row.messages) for row in rows]
 
 
-def items_of(option: str, text: str) -> list[str]:
-    """What stands between the commas, each thing once."""
+def list_of(option: str, text: str) -> list[str]:
+    """The items between the commas, each once."""
     items = list(dict.fromkeys(" ".join(item.split()) for item in text.split(",") if item.strip()))
     if not items:
         raise MarsError(f"{option} is empty: give at least one, with commas between them")
     return items
-
-
-def _checked(out: Path) -> Path:
-    if out.suffix != ".json" or out.is_dir():
-        raise MarsError(f"--out must name a .json file, not {out}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MarsError(f"the folder {out.parent} cannot be made: {error.strerror}") from None
-    return out

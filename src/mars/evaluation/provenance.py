@@ -1,4 +1,4 @@
-"""Where a number comes from: command, commit, machine, versions, date."""
+"""Provenance of a measurement: command, commit, machine, versions, date."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mars.models import Checkpoint
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """The first 16 digits of a SHA-256 over all weights, in the precision they are used in."""
+    """The first 16 digits of a SHA-256 over all weights, in their loaded precision."""
     digest = hashlib.sha256()
     for name, weight in sorted(checkpoint.module.state_dict().items()):
         digest.update(name.encode())
@@ -43,7 +43,7 @@ def collect() -> dict[str, object]:
 
 
 def _commit() -> str:
-    """Of this source, where it is a checkout and there is a git to ask."""
+    """The commit of this source, if it is a git checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,73 +1,40 @@
-"""``mars report``: what ``mars eval`` and ``mars bench`` wrote, as one page in Markdown and in HTML."""
+"""``mars report``: one page in Markdown and in HTML from the files of ``mars eval`` and ``mars bench``."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from mars.errors import MarsError
 from mars.evaluation import plots
-from mars.evaluation.page import (
-    Answers,
-    Cell,
-    Line,
-    Page,
-    Picture,
-    Section,
-    Table,
-    count,
-    draw,
-    html,
-    markdown,
-    slug,
-)
-from mars.evaluation.results import (
-    PLAIN,
-    Bench,
-    Checkpoint,
-    Difference,
-    Example,
-    Score,
-    Sources,
-    Speed,
-    TaskScore,
-    model_of,
-    read_all,
-    scores_of,
-)
-from mars.evaluation.statistics import paired
+from mars.evaluation.benchmarks import BENCHMARKS
+from mars.evaluation.page import Answers, Cell, Line, Page, Picture, Section, Table, count, render
+from mars.evaluation.results import PLAIN, Bench, Checkpoint, Difference, Example, Score, Sources, read_all
 
 EXACT = "exact"
-TASKS = {
-    "ifeval": "IFEval",
-    "bbh": "BBH",
-    "mmlu_pro": "MMLU-Pro",
-    "gpqa": "GPQA",
-    "gsm8k": "GSM8K",
-    "humaneval": "HumanEval",
-}
-FRONTIER_DIALS = 3
-"""Fewest that make a frontier"""
-EXAMPLE_DIALS = 3
-"""Most whose answers stand beside each other"""
-SURE = 0.05
+FRONTIER_DIALS = 3  # fewest dials for a plot of accuracy against speed
+EXAMPLE_DIALS = 3  # most dials whose answers are shown beside each other
+SIGNIFICANT = 0.05
 TEST = (
-    f"Below it the 95 % interval, items that are better and worse, and p of the exact McNemar test; bold: p < {SURE}."
+    "Below it the 95 % interval, items that are better and worse, and p of the exact McNemar test; "
+    f"bold: p < {SIGNIFICANT}."
 )
 
 
 def report(paths: Sequence[Path], out: Path) -> list[Path]:
-    """Write the page and its plots into the folder ``out``; returns the pages."""
+    """Write the page and its plots into the folder ``out``; returns the two files."""
     sources = read_all(paths)
-    makers = (_accuracy, _by_dial, _frontiers, _speed, _categories, _examples)
-    sections = [section for make in makers if (section := make(sources))]
-    page = Page(_facts(sources), list(_summary(sources)), sections, sources.origins)
+    sections = [_accuracy(sources), _by_dial(sources), _frontiers(sources), _speed(sources), _categories(sources)]
+    sections.append(_examples(sources))
+    shown = [section for section in sections if section.tables or section.pictures or section.answers]
+    page = Page(_facts(sources), list(_summary(sources)), shown, sources.origins)
     folder = out / "plots"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        drawn = {picture.name: draw(picture, folder) for section in sections for picture in section.pictures}
-        pages = {out / "report.md": markdown(page), out / "report.html": html(page, drawn)}
+        pages = {out / name: text for name, text in render(page, folder).items()}
         for path, text in pages.items():
             path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -75,16 +42,14 @@ def report(paths: Sequence[Path], out: Path) -> list[Path]:
     return list(pages)
 
 
-# --- accuracy
-
-
 def _accuracy(sources: Sources) -> Section:
     """Checkpoints beside each other, one token per forward."""
     checkpoints = [each for each in sources.checkpoints if PLAIN in each.found.plan.dials]
-    tasks = sources.tasks
+    tasks, tables = sources.tasks, []
     head = _head(tasks, checkpoints) + [Cell("Average")] * sources.has_averages
-    lines = [Line(each.label, _score_cells(sources, tasks, each, PLAIN), each.tags(dial=PLAIN)) for each in checkpoints]
-    tables = [Table("Accuracy", "Score in percent ± half of its 95 % interval.", head, lines)] if lines else []
+    if checkpoints:
+        lines = [Line(each.label, _scores(sources, tasks, each, PLAIN), each.tags(dial=PLAIN)) for each in checkpoints]
+        tables.append(Table("Accuracy", "Score in percent ± half of its 95 % interval.", head, lines))
     if len(checkpoints) > 1:
         first, *others = checkpoints
         lines = [
@@ -92,43 +57,32 @@ def _accuracy(sources: Sources) -> Section:
         ]
         caption = f"Points above or below {first.label} on the same items. {TEST}"
         tables.append(Table(f"Against {first.label}", caption, head[: len(tasks)], lines))
-    return Section(
-        "Accuracy, one token per forward",
-        "The models themselves, decoded in the ordinary way: no dial is at work.",
-        tables,
-    )
+    text = "The models themselves, decoded in the ordinary way: no dial is at work."
+    return Section("Accuracy, one token per forward", text, tables)
 
 
 def _by_dial(sources: Sources) -> Section:
     """For each checkpoint with several dials: scores and tokens per forward, and what the dial changes."""
     tables = []
     for each in sources.checkpoints:
-        first, *others = each.found.plan.dials
+        first, *others = dials = each.found.plan.dials
         if not others:
             continue
         tasks = [task for task in sources.tasks if each.row(task, first)]
-        averaged = sources.has_averages and tasks == sources.tasks
-        head = _head(tasks, [each]) + [Cell("Average")] * averaged
-        cuts = [row.cut for row in each.found.rows]
+        head = _head(tasks, [each]) + [Cell("Average")] * (sources.has_averages and tasks == sources.tasks)
+        cuts = _span({round(100 * row.cut) for row in each.found.rows})
         caption = (
             "Score in percent ± half of its 95 % interval; below it, tokens per forward. "
-            f"{_range(cuts)} of a cell's answers hit the limit of {each.found.plan.max_new_tokens} tokens."
+            f"{cuts} % of a cell's answers hit the limit of {each.found.plan.max_new_tokens} tokens."
         )
-        lines = [
-            Line(dial, _score_cells(sources, tasks, each, dial, with_speed=True), each.tags(dial=dial))
-            for dial in (first, *others)
-        ]
+        scores = {dial: _scores(sources, tasks, each, dial, with_speed=True) for dial in dials}
+        lines = [Line(dial, cells, each.tags(dial=dial)) for dial, cells in scores.items()]
         tables.append(Table(each.label, caption, head, lines))
         caption = f"Points above or below {first} on the same items. {TEST} Same: share of answers with the same text."
-        lines = [
-            Line(dial, [_against(each.row(task, dial)) for task in tasks], each.tags(dial=dial)) for dial in others
-        ]
+        lines = [Line(dial, [_against(each, task, dial) for task in tasks], each.tags(dial=dial)) for dial in others]
         tables.append(Table(f"{each.label}: against {first}", caption, head[: len(tasks)], lines))
-    return Section(
-        "Accuracy and tokens per forward by dial",
-        "What each setting of the dial gains in tokens, and costs in score.",
-        tables,
-    )
+    text = "What each setting of the dial gains in tokens, and costs in score."
+    return Section("Accuracy and tokens per forward by dial", text, tables)
 
 
 def _head(tasks: Sequence[str], checkpoints: Sequence[Checkpoint]) -> list[Cell]:
@@ -140,50 +94,46 @@ def _head(tasks: Sequence[str], checkpoints: Sequence[Checkpoint]) -> list[Cell]
     return head
 
 
-def _score_cells(
+def _scores(
     sources: Sources, tasks: Sequence[str], checkpoint: Checkpoint, dial: str, with_speed: bool = False
 ) -> list[Cell]:
-    """Of some tasks; behind all of them, of their average."""
+    """A checkpoint's scores with a dial; if these are all tasks, their average behind them."""
     scores: list[Score | None] = [checkpoint.row(task, dial) for task in tasks]
     if sources.has_averages and tasks == sources.tasks:
         scores.append({score.dial: score for score in checkpoint.scores()}.get(dial))
-    return [_score_cell(score, with_speed) for score in scores]
-
-
-def _score_cell(score: Score | None, with_speed: bool) -> Cell:
-    if score is None:
-        return Cell()
-    speed = [f"{score.tokens_per_forward:.2f} tok/fwd"] if with_speed else []
-    return Cell(f"{100 * score.score:.1f}", f"± {50 * (score.high - score.low):.1f}", speed)
+    cells = []
+    for score in scores:
+        if score is None:
+            cells.append(Cell())
+            continue
+        speed = [f"{score.tokens_per_forward:.2f} tok/fwd"] if with_speed else []
+        cells.append(Cell(f"{100 * score.score:.1f}", f"± {50 * (score.high - score.low):.1f}", speed))
+    return cells
 
 
 def _compared(first: Checkpoint, other: Checkpoint, task: str) -> Cell:
-    """By the items that both answered."""
+    """Two checkpoints on the items that both answered."""
     if not first.row(task, PLAIN) or not other.row(task, PLAIN):
         return Cell()
-    mine, theirs = scores_of(other, task), scores_of(first, task)
-    both = [item for item in mine if item in theirs]
-    outcome = Difference.model_validate(paired([mine[item] for item in both], [theirs[item] for item in both]))
-    return _difference(outcome, f"{len(both):,} items") if both else Cell()
+    outcome, items = other.compared_with(first, task)
+    return _difference(outcome, f"{items:,} items") if items else Cell()
 
 
-def _against(row: TaskScore | None) -> Cell:
+def _against(checkpoint: Checkpoint, task: str, dial: str) -> Cell:
+    """A dial against the checkpoint's first one."""
+    row = checkpoint.row(task, dial)
     return _difference(row.against, f"{row.same_text:.0%} same") if row and row.against else Cell()
 
 
 def _difference(outcome: Difference, note: str) -> Cell:
-    low, high = (_signed(100 * bound) for bound in (outcome.low, outcome.high))
+    mean, low, high = (_signed(100 * each) for each in (outcome.difference, outcome.low, outcome.high))
     p = "p < 0.001" if outcome.p < 0.001 else f"p = {outcome.p:.3f}"
     notes = [f"{low} to {high}", f"{outcome.better} better, {outcome.worse} worse", f"{p}, {note}"]
-    return Cell(_signed(100 * outcome.difference), notes=notes, is_sure=outcome.p < SURE)
+    return Cell(mean, notes=notes, is_significant=outcome.p < SIGNIFICANT)
 
 
 def _signed(number: float) -> str:
     return f"{number:+.1f}".replace("-", "−").replace("+0.0", "0.0").replace("−0.0", "0.0")
-
-
-def _range(shares: Sequence[float]) -> str:
-    return _span({round(100 * share) for share in shares}) + " %"
 
 
 def _span(numbers: set[int]) -> str:
@@ -191,10 +141,7 @@ def _span(numbers: set[int]) -> str:
 
 
 def _task(task: str) -> str:
-    return TASKS.get(task, task)
-
-
-# --- accuracy against speed
+    return BENCHMARKS[task].title if task in BENCHMARKS else task
 
 
 def _frontiers(sources: Sources) -> Section:
@@ -214,17 +161,14 @@ def _frontiers(sources: Sources) -> Section:
                 if (speed := each.speed(task, score.dial, unit)) is not None
             ]
             if points:
-                plot = plots.frontier(points, unit)
-                pictures.append(Picture(slug(f"frontier-{name}-{unit}"), f"{name}, by {unit}", tags, plot))
-    return Section(
-        "Accuracy against speed",
+                plot = partial(plots.frontier, points, unit)
+                file = re.sub(r"[^\w-]+", "-", f"frontier-{name}-{unit}")
+                pictures.append(Picture(file, f"{name}, by {unit}", tags, plot))
+    text = (
         "Right is faster, up is better. A line is a family of dials, with their settings in small; bars are 95 % "
-        "intervals. The dotted line is the score of one token per forward: what stays on it costs nothing.",
-        pictures=pictures,
+        "intervals. The dotted line is the score of one token per forward: what stays on it costs nothing."
     )
-
-
-# --- speed
+    return Section("Accuracy against speed", text, pictures=pictures)
 
 
 def _speed(sources: Sources) -> Section:
@@ -233,39 +177,40 @@ def _speed(sources: Sources) -> Section:
     for tag, bench in sources.benches:
         if rows := [row for row in bench.rows if row.category is None]:
             caption = "Tokens per second; below it, times one-token's, and tokens per forward."
-            cells = {(row.who, row.batch_size): _speed_cell(row) for row in rows}
+            cells = {}
+            for row in rows:
+                notes = [] if row.name == PLAIN else [f"{row.ratio_to_one_token:.2f} ×"]
+                if row.name != PLAIN and row.tokens_per_forward:
+                    notes.append(f"{row.tokens_per_forward:.2f} tok/fwd")
+                cells[row.name, row.batch_size] = Cell(_rate(row.tokens_per_second), notes=notes)
             tables.append(_by_batch_size(tag, bench, caption, cells))
-            plot = plots.speed([row.model_dump() for row in rows])
+            plot = partial(plots.speed, [row.model_dump() for row in rows])
             pictures.append(Picture(f"speed-{tag}", f"{_subject(bench)}, tokens per second", [tag], plot))
-    return Section(
-        "Speed by batch size",
-        "All requests start together. A peer is another decoder of the same model, measured in the same run.",
-        tables,
-        pictures,
-    )
+    text = "All requests start together. A peer is another decoder of the same model, measured in the same run."
+    return Section("Speed by batch size", text, tables, pictures)
 
 
 def _categories(sources: Sources) -> Section:
-    """What ``exact`` gains on each kind of prompt."""
+    """How much faster ``exact`` is on each category of prompts."""
     pictures, tables = [], []
     for tag, bench in sources.benches:
-        plain = {(row.category, row.batch_size): row.tokens_per_second for row in bench.rows if row.who == PLAIN}
-        if rows := [row for row in bench.rows if row.category is not None and row.who == EXACT]:
-            caption = (
-                "Tokens per second of exact over those of one-token; below it, both, and exact's tokens per forward."
-            )
-            cells = {
-                (str(row.category), row.batch_size): _gain(row, plain.get((row.category, row.batch_size)))
-                for row in rows
-            }
+        plain = {(row.category, row.batch_size): row.tokens_per_second for row in bench.rows if row.name == PLAIN}
+        if rows := [row for row in bench.rows if row.category is not None and row.name == EXACT]:
+            caption = "Tokens per second of exact over one-token's; below it, both, and exact's tokens per forward."
+            cells = {}
+            for row in rows:
+                both = (plain.get((row.category, row.batch_size)), row.tokens_per_second)
+                rates = " → ".join(_rate(rate) for rate in both if rate)
+                notes = [f"{rates} tok/s", f"{row.tokens_per_forward or 1:.2f} tok/fwd"]
+                cells[str(row.category), row.batch_size] = Cell(f"{row.ratio_to_one_token:.2f} ×", notes=notes)
             tables.append(_by_batch_size(tag, bench, caption, cells))
-            plot = plots.by_category([row.model_dump() for row in rows])
+            plot = partial(plots.by_category, [row.model_dump() for row in rows])
             pictures.append(Picture(f"categories-{tag}", f"{_subject(bench)}, exact over one-token", [tag], plot))
     return Section("Speed by kind of prompt", "Each kind is measured on its own prompts alone.", tables, pictures)
 
 
 def _by_batch_size(tag: int, bench: Bench, caption: str, cells: dict[tuple[str, int], Cell]) -> Table:
-    """The cells by their line's title and their batch size."""
+    """A table of cells by the title of their line and their batch size."""
     sizes = sorted({size for _, size in cells})
     names = dict.fromkeys(name for name, _ in cells)
     lines = [Line(name, [cells.get((name, size), Cell()) for size in sizes], [tag]) for name in names]
@@ -274,31 +219,21 @@ def _by_batch_size(tag: int, bench: Bench, caption: str, cells: dict[tuple[str, 
     return Table(_subject(bench), caption, [Cell(f"{size:,}", notes=["at once"]) for size in sizes], lines)
 
 
-def _speed_cell(row: Speed) -> Cell:
-    ratio, gain = f"{row.ratio_to_one_token:.2f} ×", row.tokens_per_forward
-    notes = [] if row.who == PLAIN else [ratio, f"{gain:.2f} tok/fwd"] if gain else [ratio]
-    return Cell(_rate(row.tokens_per_second), notes=notes)
-
-
-def _gain(row: Speed, plain: float | None) -> Cell:
-    rates = " → ".join(_rate(rate) for rate in (plain, row.tokens_per_second) if rate)
-    notes = [f"{rates} tok/s", f"{row.tokens_per_forward or 1:.2f} tok/fwd"]
-    return Cell(f"{row.ratio_to_one_token:.2f} ×", notes=notes)
-
-
 def _rate(value: float) -> str:
     return f"{value:,.{0 if value >= 100 else 1}f}"
 
 
 def _subject(bench: Bench) -> str:
-    return f"{model_of(bench)}, {bench.options.dtype}, {bench.provenance.machine}"
-
-
-# --- examples
+    return f"{bench.model}, {bench.options.dtype}, {bench.provenance.machine}"
 
 
 def _examples(sources: Sources) -> Section:
-    """For each task the item that most dials show, and of several such the one whose forwards write most."""
+    """For each task the item that most dials show; of several such, the one with the longest texts per forward."""
+
+    def worth_showing(examples: Sequence[Example]) -> tuple[int, float]:
+        pieces = [piece for example in examples for piece in example.pieces]
+        return len(examples), len("".join(pieces)) / len(pieces)
+
     shown = []
     for task in sources.tasks:
         items: dict[tuple[int, int | str], list[Example]] = defaultdict(list)
@@ -306,23 +241,14 @@ def _examples(sources: Sources) -> Section:
             for example in each.found.examples:
                 if example.task == task and any(example.pieces):
                     items[number, example.item].append(example)
-        (number, item), best = max(items.items(), key=lambda pair: _worth_showing(pair[1]), default=((0, ""), []))
+        (number, item), best = max(items.items(), key=lambda pair: worth_showing(pair[1]), default=((0, ""), []))
         if len(best) > 1:
-            whose = sources.checkpoints[number]
+            checkpoint = sources.checkpoints[number]
             pieces = {example.dial: example.pieces for example in best[:EXAMPLE_DIALS]}
-            shown.append(Answers(f"{whose.label}, {_task(task)}, {item}", best[0].prompt, pieces, whose.tags(task)))
-    return Section(
-        "What a forward writes", "The tokens of each forward have one colour; four colours take turns.", answers=shown
-    )
-
-
-def _worth_showing(examples: Sequence[Example]) -> tuple[int, float]:
-    """How many there are, and how many letters a forward writes in them."""
-    pieces = [piece for example in examples for piece in example.pieces]
-    return len(examples), len("".join(pieces)) / len(pieces)
-
-
-# --- the paragraph on top
+            title = f"{checkpoint.label}, {_task(task)}, {item}"
+            shown.append(Answers(title, best[0].prompt, pieces, checkpoint.tags(task)))
+    text = "The tokens of each forward have one colour; four colours take turns."
+    return Section("What a forward writes", text, answers=shown)
 
 
 def _facts(sources: Sources) -> str:
@@ -334,7 +260,7 @@ def _facts(sources: Sources) -> str:
 
 
 def _summary(sources: Sources) -> Iterator[str]:
-    """Sentences made of numbers."""
+    """The sentences at the top of the page."""
     whole = {each.label: {score.dial: score for score in each.scores()} for each in sources.checkpoints}
     plain = [f"{_percent(scores[PLAIN])} for {label}" for label, scores in whole.items() if PLAIN in scores]
     if plain:
@@ -363,10 +289,10 @@ def _summary(sources: Sources) -> Iterator[str]:
 
 def _speed_summary(bench: Bench) -> Iterator[str]:
     """``exact`` and the fastest peer at the smallest and the largest batch size; kinds of prompt at the smallest."""
-    where = f"{model_of(bench)} on {bench.provenance.machine}"
+    where = f"{bench.model} on {bench.provenance.machine}"
     sizes = sorted({row.batch_size for row in bench.rows})
     ends = list(dict.fromkeys((sizes[0], sizes[-1])))
-    whole = {(row.who, row.batch_size): row for row in bench.rows if row.category is None}
+    whole = {(row.name, row.batch_size): row for row in bench.rows if row.category is None}
     mine = [whole[EXACT, size] for size in ends if (EXACT, size) in whole]
     peers = [row for row in whole.values() if row.peer and row.batch_size == ends[0]]
     if mine:
@@ -374,11 +300,11 @@ def _speed_summary(bench: Bench) -> Iterator[str]:
         ratios = [f"{row.ratio_to_one_token:.2f}" for row in mine]
         said = f"exact writes {_and(rates)} tokens per second, {_and(ratios)} times one-token's"
         if peers:
-            best = max(peers, key=lambda row: row.tokens_per_second).who
+            best = max(peers, key=lambda row: row.tokens_per_second).name
             rates = [_rate(whole[best, size].tokens_per_second) for size in ends if (best, size) in whole]
             said += f"; the fastest peer, {best}, writes {_and(rates)}"
         yield f"{where}, {_and([f'{size:,}' for size in ends])} requests at once: {said}."
-    kinds = [row for row in bench.rows if row.category and (row.who, row.batch_size) == (EXACT, ends[0])]
+    kinds = [row for row in bench.rows if row.category and (row.name, row.batch_size) == (EXACT, ends[0])]
     if kinds:
         kinds.sort(key=lambda row: row.ratio_to_one_token)
         low, high = (f"{row.ratio_to_one_token:.2f} ({row.category})" for row in (kinds[0], kinds[-1]))

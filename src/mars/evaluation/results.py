@@ -1,9 +1,9 @@
-"""What ``mars eval`` and ``mars bench`` wrote, read and checked for a report."""
+"""The files of ``mars eval`` and ``mars bench``, read and checked for a report."""
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from mars.errors import MarsError
+from mars.evaluation.statistics import paired
 from mars.evaluation.tables import title
 
 PLAIN = "one-token"
@@ -95,7 +96,7 @@ class Speed(BaseModel):
     category: str | None = None
 
     @property
-    def who(self) -> str:
+    def name(self) -> str:
         return title(self.model_dump())
 
 
@@ -115,68 +116,91 @@ class Bench(BaseModel):
     provenance: Run
     rows: list[Speed]
 
+    @property
+    def model(self) -> str:
+        return " with ".join(filter(None, (self.options.model, self.options.adapter)))
+
 
 @dataclass(slots=True)
 class Origin:
-    """Runs of one command in one place, with the same versions of everything."""
+    """Runs of one command on one machine, with the same versions of everything."""
 
-    number: int
+    number: int  # its tag: what a report puts beside the numbers that come from it
     model: str
     run: Run
     days: set[str] = field(default_factory=set)
 
     @property
     def facts(self) -> dict[str, str]:
-        versions = ", ".join(f"{name} {version}" for name, version in self.run.versions.items())
-        days = " to ".join(sorted({min(self.days), max(self.days)}))
         return {
             "command": self.run.command,
             "commit": self.run.commit,
             "model": self.model,
             "machine": self.run.machine,
-            "versions": versions,
-            "date": days,
+            "versions": ", ".join(f"{name} {version}" for name, version in self.run.versions.items()),
+            "date": " to ".join(sorted({min(self.days), max(self.days)})),
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Checkpoint:
     """A folder of ``mars eval``."""
 
-    label: str
     folder: Path
     found: Evaluation
-    origins: dict[tuple[str | None, str | None], set[int]]
-    """By task and dial"""
-    is_whole: bool
-    """Has it every task that another one has?"""
+    label: str = ""
+    origins: dict[tuple[str | None, str | None], set[int]] = field(default_factory=lambda: defaultdict(set))
+    """Tags by task and dial"""
+    is_complete: bool = False  # has it every task that another checkpoint has?
+
+    @property
+    def labels(self) -> tuple[str, str, str]:
+        """Its name; with the block size or the folder, for when others have the same name."""
+        name, block_size = self.found.plan.name, self.found.plan.block_size or self.found.model.block_size
+        return name, f"{name}, B = {block_size}", f"{name}, {self.folder}"
 
     def row(self, task: str, dial: str) -> TaskScore | None:
         return next((row for row in self.found.rows if (row.task, row.dial) == (task, dial)), None)
 
     def scores(self, task: str | None = None) -> Sequence[Score]:
-        """Of a task, or on average: one for each dial."""
+        """One for each dial, of a task or on average."""
         if task is not None:
             return [row for row in self.found.rows if row.task == task]
-        return (self.found.averages or self.found.rows) if self.is_whole else []
+        return (self.found.averages or self.found.rows) if self.is_complete else []
 
     def speed(self, task: str | None, dial: str, unit: str) -> float | None:
-        """Of a task, or on average, in ``tokens per forward`` or ``tokens per second``."""
+        """``tokens per forward`` or ``tokens per second``, of a task or on average."""
         rows = [row for row in self.found.rows if row.dial == dial and task in (None, row.task)]
         known = [value for row in rows if (value := getattr(row, unit.replace(" ", "_"))) is not None]
         return sum(known) / len(known) if known else None
 
     def tags(self, task: str | None = None, dial: str | None = None) -> list[int]:
-        """Of a task, a dial, or all."""
+        """Where the numbers come from: of one task or all, of one dial or all."""
         fitting = (tags for key, tags in self.origins.items() if task in (None, key[0]) and dial in (None, key[1]))
         return sorted(set[int]().union(*fitting))
+
+    def compared_with(self, other: Checkpoint, task: str) -> tuple[Difference, int]:
+        """The difference on the items that both answered with one-token, and how many these are."""
+        mine, theirs = self._item_scores(task), other._item_scores(task)
+        both = [item for item in mine if item in theirs]
+        outcome = paired([mine[item] for item in both], [theirs[item] for item in both])
+        return Difference.model_validate(outcome), len(both)
+
+    def _item_scores(self, task: str) -> dict[int | str, float]:
+        file = self.folder / "samples" / f"{task}.{PLAIN}.jsonl"
+        try:
+            lines = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
+            return {line["item"]: float(line["score"]) for line in lines}
+        except OSError as error:
+            raise MarsError(f"{self.folder} is half: {file} cannot be read: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError):
+            raise MarsError(f"{file} is not what `mars eval` writes: each line needs an item and its score") from None
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
     checkpoints: Sequence[Checkpoint]
-    benches: Sequence[tuple[int, Bench]]
-    """With their tags"""
+    benches: Sequence[tuple[int, Bench]]  # with their tags
     origins: Sequence[Origin]
 
     @property
@@ -189,60 +213,37 @@ class Sources:
 
 
 def read_all(paths: Sequence[Path]) -> Sources:
-    """Read the sources, and number where their numbers come from."""
-    places = [path.parent if path.name == "results.json" else path for path in paths]
-    evaluations: dict[Path, Evaluation] = {}
-    benches: list[tuple[int, Bench]] = []
+    """Read all sources and number their origins."""
+    paths = [path.parent if path.name == "results.json" else path for path in paths]
     origins: dict[tuple[object, ...], Origin] = {}
-    tags: dict[Path, dict[tuple[str | None, str | None], set[int]]] = {}
+    checkpoints: list[Checkpoint] = []
+    benches: list[tuple[int, Bench]] = []
 
-    def cite(place: Path, run: Run, model: str) -> int:
-        key = (place, run.command, run.commit, run.machine, *run.versions.items())
+    def cite(path: Path, run: Run, model: str) -> int:
+        key = (path, run.command, run.commit, run.machine, *run.versions.items())
         origin = origins.setdefault(key, Origin(len(origins) + 1, model, run))
         origin.days.add(run.date[:10])
         return origin.number
 
-    for number, place in enumerate(places):
-        if not place.exists():
-            raise MarsError(f"there is no {place}")
-        if any(place.samefile(other) for other in places[:number]):
-            raise MarsError(f"{place} is given twice")
-        if place.is_dir():
-            evaluation = evaluations[place] = _read_evaluation(place)
-            mine = tags[place] = defaultdict(set)
-            for run in evaluation.runs:
-                mine[run.task, run.dial].add(cite(place, run, f"{evaluation.model.name}, {evaluation.model.hash}"))
+    for number, path in enumerate(paths):
+        if not path.exists():
+            raise MarsError(f"there is no {path}")
+        if any(path.samefile(other) for other in paths[:number]):
+            raise MarsError(f"{path} is given twice")
+        if path.is_dir():
+            checkpoints.append(Checkpoint(path, found := _read_evaluation(path)))
+            for run in found.runs:
+                tag = cite(path, run, f"{found.model.name}, {found.model.hash}")
+                checkpoints[-1].origins[run.task, run.dial].add(tag)
         else:
-            bench = _read_bench(place)
-            benches.append((cite(place, bench.provenance, model_of(bench)), bench))
-    labels = _labels(evaluations)
-    tasks = {task for each in evaluations.values() for task in each.plan.tasks}
-    checkpoints = [
-        Checkpoint(labels[place], place, each, tags[place], set(each.plan.tasks) == tasks)
-        for place, each in evaluations.items()
-    ]
+            bench = _read_bench(path)
+            benches.append((cite(path, bench.provenance, bench.model), bench))
+    tasks = {task for each in checkpoints for task in each.found.plan.tasks}
+    times = Counter(label for each in checkpoints for label in each.labels)
+    for each in checkpoints:
+        each.is_complete = set(each.found.plan.tasks) == tasks
+        each.label = next(label for label in each.labels if times[label] == 1)
     return Sources(checkpoints, benches, list(origins.values()))
-
-
-def _labels(evaluations: dict[Path, Evaluation]) -> dict[Path, str]:
-    """The checkpoints' names, with block sizes or folders where these are needed to tell them apart."""
-    names = {place: each.plan.name for place, each in evaluations.items()}
-    sizes = {
-        place: f"{each.plan.name}, B = {each.plan.block_size or each.model.block_size}"
-        for place, each in evaluations.items()
-    }
-    folders = {place: f"{each.plan.name}, {place}" for place, each in evaluations.items()}
-
-    def label(place: Path) -> str:
-        return next(
-            labels[place] for labels in (names, sizes, folders) if list(labels.values()).count(labels[place]) == 1
-        )
-
-    return {place: label(place) for place in evaluations}
-
-
-def model_of(bench: Bench) -> str:
-    return " with ".join(filter(None, (bench.options.model, bench.options.adapter)))
 
 
 Kind = TypeVar("Kind", bound=BaseModel)
@@ -277,15 +278,3 @@ def _read_bench(file: Path) -> Bench:
     if there < planned:
         raise MarsError(f"{file} is half: it has {there} of {planned} measurements; run `mars bench` again")
     return found
-
-
-def scores_of(checkpoint: Checkpoint, task: str) -> dict[int | str, float]:
-    """Of every item, one token per forward."""
-    file = checkpoint.folder / "samples" / f"{task}.{PLAIN}.jsonl"
-    try:
-        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
-        return {line["item"]: float(line["score"]) for line in lines}
-    except OSError as error:
-        raise MarsError(f"{checkpoint.folder} is half: {file} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        raise MarsError(f"{file} is not what `mars eval` writes: each line needs an item and its score") from None

@@ -1,8 +1,8 @@
-"""Runs a program that a model wrote, in a process that can do no harm.
+"""A sandbox for programs that a model wrote.
 
-The process may compute, read Python's own files and write into a folder of its own. Landlock keeps it from all other
-files, a seccomp filter from everything that is not on a short list: no network, no further processes, no signals. Both
-are the kernel's, bind root too, and need neither root nor namespaces. The parent watches time, threads and files.
+The process may compute, read Python's own files and write into a folder of its own. Landlock denies all other files; a
+seccomp filter denies all system calls but a short list: no network, no further processes, no signals. Both are enforced
+by the kernel, for root too, and need neither root nor namespaces. The parent limits time, threads and files.
 """
 
 from __future__ import annotations
@@ -31,16 +31,12 @@ from pathlib import Path
 
 from mars.errors import MarsError
 
-START_SECONDS = 60.0
-"""For the process to get ready; the program's own time begins then"""
-TICK_SECONDS = 0.05
-"""Between two looks at what a program uses"""
-TAIL = 2000
-"""Characters of a program's output that are kept"""
+START_SECONDS = 60.0  # for the process to start; the program's own time begins after that
+TICK_SECONDS = 0.05  # between two checks of what a program uses
+TAIL = 2000  # characters of a program's output that are kept
 
 _READY = b"ready\n"
-_MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""The kernel's names for them (AUDIT_ARCH)"""
+_MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # the kernel's names for them (AUDIT_ARCH)
 
 _ALLOWED = """
 read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, lseek 8 62, close 3 57, dup 32 23,
@@ -77,15 +73,11 @@ class Limits:
 
     cpu_seconds: float = 5.0
     wall_seconds: float = 20.0
-    memory: int = 1 << 30
-    """Bytes of address space"""
-    disk: int = 16 << 20
-    """Bytes in its folder, and in each file"""
-    files: int = 64
-    """In its folder, and open at once"""
+    memory: int = 1 << 30  # bytes of address space
+    disk: int = 16 << 20  # bytes in its folder, and in each file
+    files: int = 64  # in its folder, and open at once
     threads: int = 64
-    output: int = 16 << 20
-    """Bytes printed"""
+    output: int = 16 << 20  # bytes printed
 
 
 LIMITS = Limits()
@@ -93,23 +85,20 @@ LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    passed: bool
-    """It ran to its last line, and nothing was raised"""
-    reason: str
-    """``passed``, ``timed out``, ``failed: AssertionError: …``, ``killed: memory``"""
-    output: str
-    """The end of what it printed, and of the traceback"""
+    passed: bool  # it ran to its last line, and nothing was raised
+    reason: str  # ``passed``, ``timed out``, ``failed: AssertionError: …``, ``killed: memory``
+    output: str  # the end of what it printed, and of the traceback
 
 
 def check() -> None:
-    """Raise unless this machine can lock a program up."""
+    """Raise unless the sandbox works on this machine."""
     outcome = run("import hashlib, random, re")
     if not outcome.passed:
         raise MarsError(f"a harmless program does not run in the sandbox ({outcome.reason}): {_last(outcome.output)}")
 
 
 def run(program: str, limits: Limits = LIMITS) -> Outcome:
-    """Run a program to its end, or until it goes too far; nothing of it stays behind."""
+    """Run a program until it ends or exceeds a limit; its folder is removed."""
     abi, filter_ = _landlock_abi(), _filter()
     # A program may end early in many ways. Only one that reached its end sends this back.
     nonce = secrets.token_bytes(16)
@@ -211,7 +200,7 @@ def _inside() -> None:
 
 
 def _lock(parent: int, folder: str, limits: dict[str, int], attributes: bytes, write: int, filter_: bytes) -> None:
-    """Take all rights from this process but to compute, to read Python's files and to write in the folder."""
+    """Give up all rights of this process but to compute, to read Python's files and to write in the folder."""
     import ctypes
     import os
     import resource
@@ -230,7 +219,7 @@ def _lock(parent: int, folder: str, limits: dict[str, int], attributes: bytes, w
         os._exit(1)
     try:
         with open("/proc/self/oom_score_adj", "w") as score:  # noqa: PTH123
-            score.write("1000")  # where memory runs out, it shall go first, not the process that holds the model
+            score.write("1000")  # if memory runs out, this process is killed first, not the one with the model
     except OSError:
         pass
     for name, limit in limits.items():
@@ -245,12 +234,12 @@ def _lock(parent: int, folder: str, limits: dict[str, int], attributes: bytes, w
     readable |= {"/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/dev/urandom"}
     for path, rights in [*((each, 0b1100) for each in readable), ("/dev/null", 0b0110), (folder, write)]:
         try:
-            place = os.open(path, os.O_PATH)
+            opened = os.open(path, os.O_PATH)
         except OSError:
             continue  # not every system has them all
-        rule = struct.pack("=Qi", rights if os.path.isdir(path) else rights & 0b0110, place)  # noqa: PTH112
+        rule = struct.pack("=Qi", rights if os.path.isdir(path) else rights & 0b0110, opened)  # noqa: PTH112
         must("Landlock", libc.syscall(number(445), number(rules), number(1), rule, number(0)))
-        os.close(place)
+        os.close(opened)
     must("Landlock", libc.syscall(number(446), number(rules), number(0)))
     os.close(rules)
 
@@ -262,7 +251,7 @@ def _lock(parent: int, folder: str, limits: dict[str, int], attributes: bytes, w
 def _follow(
     process: subprocess.Popen[bytes], reports: int, folder: Path, limits: Limits
 ) -> tuple[str | None, bytes, bytes]:
-    """Until it ends or goes too far: what it has too much of, what it reported, what it printed."""
+    """Wait until it ends or exceeds a limit: returns the limit, what it reported, and what it printed."""
     assert process.stdout is not None
     printed = process.stdout.fileno()
     heard = {reports: bytearray(), printed: bytearray()}
@@ -296,7 +285,7 @@ def _follow(
 
 
 def _excess(process: int, folder: Path, limits: Limits) -> str | None:
-    """What a process has too much of at the moment."""
+    """The limit that a process exceeds at the moment."""
     with suppress(OSError):  # the process may just have ended, a file may just have gone
         if time.clock_gettime((~process << 3) | 2) > limits.cpu_seconds:  # its clock, as clock_getcpuclockid has it
             return "timed out"
@@ -312,7 +301,7 @@ def _excess(process: int, folder: Path, limits: Limits) -> str | None:
 
 
 def _reason(report: bytes, code: int) -> str:
-    """Why it did not pass; the report is the program's own word."""
+    """Why it did not pass. The program itself wrote the report."""
     error = " ".join(report.removeprefix(_READY).decode(errors="replace").split())[:300]
     if error:
         return "killed: memory" if error.startswith("MemoryError") else f"failed: {error.removesuffix(':')}"
@@ -331,7 +320,7 @@ def _last(text: str) -> str:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """Nothing of ours but where shared libraries are; the same order of sets in every run."""
+    """Nothing of our own but the path of shared libraries; hashes are fixed, so that sets have one order."""
     libraries = {"LD_LIBRARY_PATH": os.environ["LD_LIBRARY_PATH"]} if "LD_LIBRARY_PATH" in os.environ else {}
     fixed = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "LANG": "C.UTF-8", "TZ": "UTC", "MALLOC_ARENA_MAX": "2"}
     return libraries | fixed | {"HOME": folder, "TMPDIR": folder}
@@ -340,7 +329,7 @@ def _environment(folder: str) -> dict[str, str]:
 def _rlimits(limits: Limits) -> dict[str, int]:
     return {
         "RLIMIT_AS": limits.memory,
-        "RLIMIT_CPU": math.ceil(limits.cpu_seconds) + 1,  # for when nobody watches
+        "RLIMIT_CPU": math.ceil(limits.cpu_seconds) + 1,  # in case the parent is gone
         "RLIMIT_FSIZE": limits.disk,
         "RLIMIT_NOFILE": limits.files,
         "RLIMIT_CORE": 0,
@@ -380,7 +369,7 @@ def _rights(abi: int) -> tuple[bytes, int]:
 
 @functools.cache
 def _filter() -> bytes:
-    """The seccomp filter. What it does not allow answers ENOSYS, as in a kernel that never heard of the call."""
+    """The seccomp filter. Calls that are not allowed fail with ENOSYS, as in a kernel without them."""
     machine = platform.machine()
     column = list(_MACHINES).index(machine)
     load, equal, and_, return_ = 0x20, 0x15, 0x54, 0x06

@@ -1,11 +1,11 @@
-"""Measure one way of decoding: how fast it is, what a forward costs, and whether the text is the model's own."""
+"""Measurements of one decoder: its speed, the time of a forward, and whether the text is the model's own."""
 
 from __future__ import annotations
 
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, cycle, islice
 from typing import Any
@@ -25,15 +25,13 @@ COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
 COPIES = 5
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Round:
     """Prompts that were answered at once."""
 
     answers: list[Generation]
-    forwards: int | None = None
-    """Of the whole batch, where that is known"""
-    places: int | None = None
-    """Sum of the widths of these forwards' windows"""
+    forwards: int | None = None  # of the whole batch; None: unknown
+    window_tokens: int | None = None  # sum of the widths of these forwards' windows
 
 
 Decode = Callable[[Sequence[list[int]], int], Round]
@@ -41,25 +39,20 @@ Decode = Callable[[Sequence[list[int]], int], Round]
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
-    """Somebody who decodes."""
+class Decoder:
+    """What is measured."""
 
-    label: dict[str, str | None]
-    """``dial`` or ``peer``, and ``window``"""
+    label: dict[str, str | None]  # ``dial`` or ``peer``, and ``window``
     decode: Decode
-    is_elsewhere: bool = False
-    """Does it run in another process, whose memory cannot be seen?"""
+    device: torch.device | None  # None: it runs in another process, whose memory cannot be measured
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+@dataclass(frozen=True, kw_only=True)
+class Run(Round):
     """All rounds of one measurement."""
 
     prompts: list[list[int]]
-    answers: list[Generation]
     seconds: float
-    forwards: int | None
-    places: int | None
     peak_memory: int | None
 
     @property
@@ -71,8 +64,8 @@ class Run:
         return self.tokens / self.seconds
 
 
-def with_dial(model: Model, dial: str, window: str | None) -> Contender:
-    """The engine with one setting of the dial. It profits from no prompt and no draft that it saw before."""
+def with_dial(model: Model, dial: str, window: str | None) -> Decoder:
+    """The engine with one setting of the dial, without prompts and acceptance statistics of earlier rounds."""
     engine = model.engine()
     engine.acceptance = Acceptance(engine.block_size - 1)
 
@@ -82,74 +75,67 @@ def with_dial(model: Model, dial: str, window: str | None) -> Contender:
         answers = model.generate(list(prompts), dial=dial, window=window, max_new_tokens=max_new_tokens)
         return Round(answers, engine.steps - forwards, engine.places - places)
 
-    return Contender({"dial": dial, "window": window or "auto"}, decode)
+    return Decoder({"dial": dial, "window": window or "auto"}, decode, model.checkpoint.device)
 
 
-def with_vllm(llm: Any, model: Model, dial: str) -> Contender:
+def with_vllm(llm: Any, model: Model, dial: str) -> Decoder:
     """vLLM and the plugin with one setting of the dial."""
 
     def decode(prompts: Sequence[list[int]], max_new_tokens: int) -> Round:
         requests = [model.request(each, dial=dial, max_new_tokens=max_new_tokens) for each in prompts]
-        answers = dict(vllm.write(llm, model.checkpoint, requests))
+        answers = dict(vllm.generate(llm, model.checkpoint, requests))
         return Round([answers[index] for index in range(len(requests))])
 
-    return Contender({"dial": dial, "window": "chain"}, decode, is_elsewhere=True)
+    return Decoder({"dial": dial, "window": "chain"}, decode, device=None)
 
 
 def forget_prompts(engine: Engine) -> None:
-    """Let no request profit from the beginning of an earlier one: whoever takes all pages makes them forgotten."""
+    """Empty the prefix cache: taking all pages evicts what they hold."""
     engine.pages.release(engine.pages.take(engine.pages.available))
 
 
 def measure(
-    contender: Contender,
-    prompts: Sequence[list[int]],
-    device: torch.device,
-    *,
-    batch_size: int,
-    requests: int,
-    max_new_tokens: int,
+    decoder: Decoder, prompts: Sequence[list[int]], *, batch_size: int, requests: int, max_new_tokens: int
 ) -> Run:
-    """Answer batch after batch, until there were enough requests; the prompts begin anew when they are used up."""
+    """Answer batch after batch until there were enough requests; prompts are repeated where there are too few."""
     asked = list(islice(cycle(prompts), -(-requests // batch_size) * batch_size))
     batches = [asked[start : start + batch_size] for start in range(0, len(asked), batch_size)]
-    contender.decode(batches[0], min(WARM_UP_TOKENS, max_new_tokens))
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    decoder.decode(batches[0], min(WARM_UP_TOKENS, max_new_tokens))
+    if decoder.device and decoder.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(decoder.device)
     started = time.perf_counter()
-    rounds = [contender.decode(batch, max_new_tokens) for batch in batches]
+    rounds = [decoder.decode(batch, max_new_tokens) for batch in batches]
     return Run(
-        asked,
         [answer for each in rounds for answer in each.answers],
-        time.perf_counter() - started,
-        _sum([each.forwards for each in rounds]),
-        _sum([each.places for each in rounds]),
-        None if contender.is_elsewhere else _peak_memory(device),
+        _sum(each.forwards for each in rounds),
+        _sum(each.window_tokens for each in rounds),
+        prompts=asked,
+        seconds=time.perf_counter() - started,
+        peak_memory=_peak_memory(decoder.device),
     )
 
 
-def _sum(counts: Sequence[int | None]) -> int | None:
-    known = [each for each in counts if each is not None]
-    return sum(known) if len(known) == len(counts) else None
+def _sum(counts: Iterable[int | None]) -> int | None:
+    known = list(counts)
+    return None if None in known else sum(filter(None, known))
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What the forwards of a model have to read, and how fast the machine copies."""
+    """What the forwards of a model read from memory, and how fast the machine copies."""
 
     weights: int
-    per_token: int
-    """Bytes of keys and values"""
-    bandwidth: float
-    """Bytes read and written per second"""
+    per_token: int  # bytes of keys and values
+    bandwidth: float  # bytes read and written per second
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Traffic:
         weights = sum(each.numel() * each.element_size() for each in checkpoint.module.parameters())
-        return cls(weights, _bytes_per_token(checkpoint), copy_bandwidth(checkpoint.device))
+        per_token = sum(shape.bytes_per_token for shape in layer_shapes(checkpoint))
+        return cls(weights, per_token, copy_bandwidth(checkpoint.device))
 
     def share(self, run: Run) -> float | None:
-        """Part of the bandwidth that reading all weights and the text so far takes up; None if forwards are unknown."""
+        """Share of the bandwidth used to read all weights and the cached text; None if forwards are unknown."""
         if not run.forwards:
             return None
         pairs = zip(run.prompts, run.answers, strict=True)
@@ -157,33 +143,29 @@ class Traffic:
         return (run.forwards * self.weights + cached * self.per_token) / run.seconds / self.bandwidth
 
 
-def to_row(contender: Contender, batch_size: int, run: Run, one_token: Run, traffic: Traffic) -> dict[str, Any]:
-    """A measurement as the file keeps it; what is not known is None."""
-    row_forwards, checked, agreed = (
+def to_row(decoder: Decoder, batch_size: int, run: Run, one_token: Run, traffic: Traffic) -> dict[str, Any]:
+    """A measurement as it stands in the results file; None: unknown."""
+    request_forwards, checked, agreed = (
         sum(getattr(answer, name) for answer in run.answers) for name in ("forwards", "checked", "agreed")
     )
     same = [mine.token_ids == theirs.token_ids for mine, theirs in zip(run.answers, one_token.answers, strict=True)]
-    first = [1000 * answer.times[0] for answer in run.answers if answer.times]
-    later = [1000 * each for answer in run.answers if (each := _seconds_per_token(answer)) is not None]
     return {
-        **contender.label,
+        **decoder.label,
         "batch_size": batch_size,
         "requests": len(run.answers),
         "tokens": run.tokens,
         "seconds": run.seconds,
         "tokens_per_second": run.tokens_per_second,
-        "tokens_per_forward": run.tokens / row_forwards if row_forwards else None,
+        "tokens_per_forward": run.tokens / request_forwards if request_forwards else None,
         "forwards": run.forwards,
         "ms_per_forward": 1000 * run.seconds / run.forwards if run.forwards else None,
-        "width": run.places / run.forwards if run.places and run.forwards else None,
+        "width": run.window_tokens / run.forwards if run.window_tokens and run.forwards else None,
         "ratio_to_one_token": run.tokens_per_second / one_token.tokens_per_second,
         "agreement": agreed / checked if checked else None,
         "same_text": sum(same) / len(same),
         "bandwidth_share": traffic.share(run),
-        "ttft_ms_p50": _quantile(first, 0.5),
-        "ttft_ms_p99": _quantile(first, 0.99),
-        "tpot_ms_p50": _quantile(later, 0.5),
-        "tpot_ms_p99": _quantile(later, 0.99),
+        **_milliseconds("ttft", [answer.times[0] for answer in run.answers if answer.times]),
+        **_milliseconds("tpot", [each for answer in run.answers if (each := _seconds_per_token(answer)) is not None]),
         "peak_memory_bytes": run.peak_memory,
     }
 
@@ -202,23 +184,23 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * size / best
 
 
-def _bytes_per_token(checkpoint: Checkpoint) -> int:
-    return sum(shape.bytes_per_token for shape in layer_shapes(checkpoint))
-
-
-def _peak_memory(device: torch.device) -> int:
+def _peak_memory(device: torch.device | None) -> int | None:
     """Bytes on the GPU since the last reset, or on a CPU of the whole process since its start."""
+    if device is None:
+        return None
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _seconds_per_token(answer: Generation) -> float | None:
-    """Of the tokens that came after the first forward's."""
+    """The mean over the tokens after the first forward's."""
     later = answer.tokens - answer.steps[0]
     return (answer.times[-1] - answer.times[0]) / later if answer.times and later else None
 
 
-def _quantile(values: Sequence[float], share: float) -> float | None:
-    return float(torch.tensor(values, dtype=torch.float64).quantile(share)) if values else None
+def _milliseconds(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
+    """Median and 99th percentile."""
+    values = 1000 * torch.tensor(seconds, dtype=torch.float64)
+    shares = {f"{name}_ms_p50": 0.5, f"{name}_ms_p99": 0.99}
+    return {key: float(values.quantile(share)) if seconds else None for key, share in shares.items()}

@@ -1,16 +1,15 @@
-"""How sure a score is, and whether two of them differ."""
+"""Confidence intervals of scores, and tests of their differences."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import comb, sqrt
 
-Z = 1.959963984540054
-"""Two-sided 95 %"""
+Z = 1.959963984540054  # two-sided 95 %
 
 
 def wilson(successes: float, n: int) -> tuple[float, float]:
-    """95 % interval of a share (Wilson). For scores between 0 and 1, their sum is ``successes``: a little too wide."""
+    """95 % interval of a share (Wilson). ``successes`` may be a sum of scores from 0 to 1: then it is a bit wide."""
     if n == 0:
         return 0.0, 1.0
     share, spread = successes / n, Z * Z / n
@@ -27,7 +26,7 @@ def paired(mine: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
     """
     differences = [each - other for each, other in zip(mine, theirs, strict=True)]
     better, worse = sum(each > 0 for each in differences), sum(each < 0 for each in differences)
-    n = len(differences) + 2
+    decided, n = better + worse, len(differences) + 2
     mean = sum(differences) / n
     half = Z * sqrt((2 + sum(each * each for each in differences)) / n - mean * mean) / sqrt(n)
     return {
@@ -36,10 +35,5 @@ def paired(mine: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
         "difference": sum(differences) / max(len(differences), 1),
         "low": max(mean - half, -1.0),
         "high": min(mean + half, 1.0),
-        "p": _sign_test(min(better, worse), better + worse),
+        "p": min(2 * sum(comb(decided, k) for k in range(min(better, worse) + 1)) / 2**decided, 1.0),
     }
-
-
-def _sign_test(fewer: int, n: int) -> float:
-    """How often ``n`` fair coins fall at least as unevenly."""
-    return min(2 * sum(comb(n, k) for k in range(fewer + 1)) / 2**n, 1.0)

@@ -1,14 +1,17 @@
-"""Measurements as a table: in Markdown, and on a terminal."""
+"""Tables of measurements: in Markdown, and on a terminal."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
-Row = Mapping[str, Any]
+Row = Mapping[str, Any]  # a measurement as it stands in a results file
+Lines = Sequence[Sequence[str]]  # the cells of a table, the head first
 
 
 def _rounded(value: float) -> str:
@@ -30,7 +33,7 @@ COLUMNS: dict[str, tuple[Callable[[float], str], tuple[str, ...]]] = {
     "TPOT ms p50/p99": (_rounded, ("tpot_ms_p50", "tpot_ms_p99")),
     "GiB": (lambda size: f"{size / 2**30:.2f}", ("peak_memory_bytes",)),
 }
-"""How to write the values, and which ones"""
+"""Of ``mars bench``: how values are written, and which ones"""
 
 
 def title(row: Row) -> str:
@@ -39,30 +42,33 @@ def title(row: Row) -> str:
     return " ".join(filter(None, (row.get("dial") or row.get("peer"), window)))
 
 
-def _title(row: Row) -> str:
-    return ", ".join(filter(None, (title(row), row.get("category"))))
+def bench_table(rows: Sequence[Row]) -> Lines:
+    """The rows of ``mars bench`` by batch size and category; within these, in the order of measurement."""
 
+    def cells(row: Row) -> list[str]:
+        name = ", ".join(filter(None, (title(row), row.get("category"))))
+        return [name, *(" / ".join(cell(row[key], write) for key in keys) for write, keys in COLUMNS.values())]
 
-def markdown(rows: Sequence[Row]) -> str:
-    lines = [["", *COLUMNS], ["---", *["---:"] * len(COLUMNS)], *_cells(rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def terminal(rows: Sequence[Row]) -> Table:
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    table.add_column(no_wrap=True)
-    for column in COLUMNS:
-        table.add_column(column, justify="right", overflow="fold")
-    for line in _cells(rows):
-        table.add_row(*line)
-    return table
-
-
-def _cells(rows: Sequence[Row]) -> list[list[str]]:
-    """By batch size and category; within these, in the order of measurement."""
     ordered = sorted(rows, key=lambda row: (int(row["batch_size"]), row.get("category") or ""))
-    return [[_title(row), *(_cell(row, *column) for column in COLUMNS.values())] for row in ordered]
+    return [["", *COLUMNS], *map(cells, ordered)]
 
 
-def _cell(row: Row, write: Callable[[float], str], keys: Sequence[str]) -> str:
-    return " / ".join("–" if row[key] is None else write(row[key]) for key in keys)
+def cell(value: Any, write: Callable[[Any], str]) -> str:
+    return "–" if value is None else write(value)
+
+
+def markdown(lines: Lines, names: int = 1) -> str:
+    """A table in Markdown; the first columns are ``names``, the others numbers."""
+    rules = ["---"] * names + ["---:"] * (len(lines[0]) - names)
+    return "".join(f"| {' | '.join(line)} |\n" for line in (lines[0], rules, *lines[1:]))
+
+
+def show(lines: Lines, names: int = 1) -> None:
+    """Print a table."""
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for number, column in enumerate(lines[0]):
+        is_name = number < names
+        table.add_column(column, justify="left" if is_name else "right", no_wrap=is_name, overflow="fold")
+    for line in lines[1:]:
+        table.add_row(*line)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)

@@ -1,4 +1,4 @@
-"""The six benchmarks of the paper: lm-eval's prompts and scorers, over data from the hub or from local files."""
+"""Questions and scorers of the benchmarks: lm-eval's tasks, over data from the hub or from local files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import logging
 import random
 import sys
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mars.errors import MarsError
+from mars.evaluation.benchmarks import BENCHMARKS, Benchmark
 from mars.evaluation.sandbox import run_all
 from mars.models.builtin import cache_home
 
@@ -30,87 +31,23 @@ except ImportError as error:
     raise MarsError(f"evaluation needs more packages ({error.name}): pip install 'mars-decoding[eval]'") from None
 
 SEED = 1234
-GPQA_PASSWORD = b"deserted-untie-orchid"  # published with the data, which keeps it out of training sets
-Chat = Callable[..., str]
-"""Messages, and whether an answer begins behind them, to text"""
-
-
-@dataclass(frozen=True, slots=True)
-class Benchmark:
-    """What a benchmark is called in lm-eval, and in which local file its rows are."""
-
-    title: str
-    task: str
-    """A task, or a group of them"""
-    score: str
-    """The figure that counts, and the reading of an answer that it is about"""
-    file: str
-    columns: tuple[str, ...]
-    parts: str | None = None
-    """The column that says to which task of the group a row belongs"""
-    shots: int | None = 0
-    """Examples before the question; None: those that are part of the task"""
-    is_private: bool = False
-    """Do its authors ask that the questions be not shown?"""
-
-
-BENCHMARKS = {
-    "ifeval": Benchmark(
-        "IFEval",
-        "ifeval",
-        "prompt_level_strict_acc,none",
-        "ifeval",
-        ("key", "prompt", "instruction_id_list", "kwargs"),
-    ),
-    "bbh": Benchmark(
-        "BBH",
-        "bbh_cot_fewshot",
-        "exact_match,get-answer",
-        "bbh",
-        ("task", "input", "target"),
-        parts="task",
-        shots=None,
-    ),
-    "mmlu_pro": Benchmark(
-        "MMLU-Pro",
-        "mmlu_pro",
-        "exact_match,custom-extract",
-        "mmlu_pro_test",
-        ("question", "options", "answer", "answer_index", "category"),
-        parts="category",
-    ),
-    "gpqa": Benchmark(
-        "GPQA",
-        "gpqa_diamond_cot_zeroshot",
-        "exact_match,flexible-extract",
-        "gpqa_diamond",
-        ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"),
-        is_private=True,
-    ),
-    "gsm8k": Benchmark(
-        "GSM8K", "gsm8k_cot_zeroshot", "exact_match,flexible-extract", "gsm8k_test", ("question", "answer")
-    ),
-    "humaneval": Benchmark(
-        "HumanEval", "humaneval_instruct", "pass@1,none", "humaneval", ("prompt", "test", "entry_point")
-    ),
-}
+GPQA_PASSWORD = b"deserted-untie-orchid"  # published with the data; it keeps them out of training sets
+Chat = Callable[..., str]  # from messages, and whether an answer begins after them, to text
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
     """A question."""
 
-    id: str
-    """lm-eval's task, and the row's number there"""
+    id: str  # lm-eval's task, and the row's number there
     prompt: str
     stop: tuple[str, ...]
-    row: str = ""
-    """Digest of the row that the question was made of, whatever the model's chat template is"""
+    row: str = ""  # digest of the data row, which does not depend on the model's chat template
 
 
 @dataclass(slots=True)
 class Exam:
-    """A benchmark's questions, or some of them, in a fixed order, and what judges the answers."""
+    """A benchmark's questions, or some of them, in a fixed order, and the scorer of their answers."""
 
     name: str
     items: list[Item] = field(default_factory=list)
@@ -122,13 +59,18 @@ class Exam:
         return BENCHMARKS[self.name]
 
     def score(self, texts: Sequence[str]) -> list[dict[str, float]]:
-        """For every item's answer, all figures that lm-eval has for it."""
+        """All metrics that lm-eval has for the answer to each item."""
         if len(texts) != len(self.items):
             raise ValueError(f"{len(texts)} answers to {len(self.items)} questions")
-        if self.name == "humaneval":
-            return _run_programs([doc for _, rows in self._parts for doc in _docs(rows)], texts)
+        if self.name == "humaneval":  # the answer up to the end of its code block, then the tests, in a sandbox
+            docs = [instance.doc for _, instances in self._parts for instance in instances]
+            programs = [
+                f"{doc['prompt']}{text.partition('```')[0]}\n{doc['test']}\ncheck({doc['entry_point']})"
+                for doc, text in zip(docs, texts, strict=True)
+            ]
+            return [{self.benchmark.score: float(outcome.passed)} for outcome in run_all(programs)]
         left = iter(texts)
-        return [figures for task, rows in self._parts for figures in _judge(task, rows, [next(left) for _ in rows])]
+        return [metrics for task, rows in self._parts for metrics in _judge(task, rows, [next(left) for _ in rows])]
 
 
 def open_exam(
@@ -152,7 +94,7 @@ def open_exam(
     for task, numbers in zip(tasks, _drawn([len(task.eval_docs) for task in tasks], limit, seed), strict=True):
         if not numbers:
             continue
-        with redirect_stderr(io.StringIO()):  # it has a progress bar for every task
+        with redirect_stderr(io.StringIO()):  # it shows a progress bar for every task
             task.build_all_requests(
                 samples=numbers,
                 apply_chat_template=chat is not None,
@@ -160,21 +102,18 @@ def open_exam(
                 chat_template=chat,
             )
         asked = dict(zip(numbers, task.instances, strict=True))
-        exam.items += [_item(task, number, instance) for number, instance in asked.items()]
+        for number, instance in asked.items():
+            until = instance.args[1].get("until") or []
+            stops = [until] if isinstance(until, str) else until
+            row = hashlib.sha256(json.dumps(instance.doc, sort_keys=True, default=str).encode()).hexdigest()[:16]
+            id = f"{task.config.task}/{number}"
+            exam.items.append(Item(id, instance.args[0], tuple(stop for stop in stops if stop), row))
         exam._parts.append((task, list(asked.values())))
     return exam
 
 
-def _item(task: Any, number: int, instance: Any) -> Item:
-    prompt, options = instance.args
-    until = options.get("until") or []
-    stops = [until] if isinstance(until, str) else until
-    row = hashlib.sha256(json.dumps(instance.doc, sort_keys=True, default=str).encode()).hexdigest()[:16]
-    return Item(f"{task.config.task}/{number}", prompt, tuple(stop for stop in stops if stop), row)
-
-
 def _drawn(sizes: Sequence[int], limit: int | None, seed: int) -> list[list[int]]:
-    """For parts of so many rows each, the numbers of the rows that are drawn from all of them together."""
+    """For parts of these sizes, the numbers of the rows that are drawn from all parts together."""
     every = [(part, number) for part, size in enumerate(sizes) for number in range(size)]
     random.Random(seed).shuffle(every)
     numbers: list[list[int]] = [[] for _ in sizes]
@@ -184,7 +123,7 @@ def _drawn(sizes: Sequence[int], limit: int | None, seed: int) -> list[list[int]
 
 
 def _load(name: str, rows: Rows | None, max_new_tokens: int) -> list[Any]:
-    """lm-eval's tasks of a benchmark, over these rows or, without any, those of the hub."""
+    """lm-eval's tasks of a benchmark, over these rows; None: over those of the hub."""
     benchmark, manager = BENCHMARKS[name], _manager(name)
     members = list(manager.task_index[benchmark.task].cfg["task"]) if benchmark.parts else [benchmark.task]
     tasks, taken = [], 0
@@ -205,7 +144,7 @@ def _load(name: str, rows: Rows | None, max_new_tokens: int) -> list[Any]:
             config |= dict.fromkeys(("training_split", "validation_split", "fewshot_split"))
             config |= {"test_split": "test", "custom_dataset": lambda mine=mine, **_: {"test": mine}}
         spec: Any = {"group": f"mars_{member}", "task": [config]}
-        if name == "humaneval":  # its own scorer would run programs here, unprotected
+        if name == "humaneval":  # its own scorer would run programs without a sandbox
             spec = [deepcopy(shipped) | config | {"metric_list": [{"metric": "acc"}], "filter_list": None}]
         try:
             loaded = manager.load(spec)
@@ -214,7 +153,7 @@ def _load(name: str, rows: Rows | None, max_new_tokens: int) -> list[Any]:
             raise MarsError(
                 f"{benchmark.title} cannot be had from the hub ({reason}): give --data-dir, or leave the task out"
             ) from None
-        tasks.append(_settled(loaded["tasks"][member]))
+        tasks.append(_prepared(loaded["tasks"][member]))
     if rows is not None and taken < len(rows):
         part = members[0].removeprefix(f"{benchmark.task}_")
         raise MarsError(
@@ -226,13 +165,13 @@ def _load(name: str, rows: Rows | None, max_new_tokens: int) -> list[Any]:
 
 @cache
 def _manager(name: str) -> TaskManager:
-    """lm-eval's index of this benchmark alone: the whole one takes many seconds."""
+    """lm-eval's index of this benchmark only: the full index takes many seconds."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     return TaskManager(include_defaults=False, include_path=[str(Path(lm_eval.__file__).parent / "tasks" / name)])
 
 
-def _settled(task: Any) -> Any:
-    """Let a task prepare its rows once and for all: GPQA shuffles its options anew whenever they are looked at."""
+def _prepared(task: Any) -> Any:
+    """Let a task process its rows once: GPQA would shuffle its options again at every access."""
     prepare = task.config.process_docs
     if prepare is not None:
         for split in {task.config.training_split, task.config.validation_split, task.config.test_split} - {None}:
@@ -244,44 +183,31 @@ def _settled(task: Any) -> Any:
     return task
 
 
-def _docs(instances: Sequence[Any]) -> list[Mapping[str, Any]]:
-    return [instance.doc for instance in instances]
-
-
 def _judge(task: Any, instances: Sequence[Any], texts: Sequence[str]) -> list[dict[str, float]]:
     for instance, text in zip(instances, texts, strict=True):
         instance.resps, instance.filtered_resps = [text], {}
     task._instances = list(instances)
     task.apply_filters()
-    found = []
+    scores = []
     for instance in instances:
         random.seed(SEED)  # IFEval draws a letter where a row names none
-        figures: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for reading, answer in instance.filtered_resps.items():
             for metric, value in task.process_results(instance.doc, [answer]).items():
-                figures[f"{metric},{reading}"] = sum(value) / len(value) if isinstance(value, list) else float(value)
-        found.append(figures)
-    return found
-
-
-def _run_programs(docs: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[dict[str, float]]:
-    """HumanEval: what the model wrote up to the end of its code block, then the tests, in a sandbox."""
-    programs = [
-        f"{doc['prompt']}{text.partition('```')[0]}\n{doc['test']}\ncheck({doc['entry_point']})"
-        for doc, text in zip(docs, texts, strict=True)
-    ]
-    return [{BENCHMARKS["humaneval"].score: float(outcome.passed)} for outcome in run_all(programs)]
+                metrics[f"{metric},{reading}"] = sum(value) / len(value) if isinstance(value, list) else float(value)
+        scores.append(metrics)
+    return scores
 
 
 class Rows(list[dict[str, Any]]):
-    """As much of a dataset as lm-eval asks for."""
+    """The part of a dataset's interface that lm-eval uses."""
 
     @property
     def features(self) -> dict[str, None]:
         return dict.fromkeys(self[0]) if self else {}
 
     def of(self, column: str, part: str) -> Rows:
-        """Those of one part, whose name may have spaces for underscores."""
+        """The rows of one part, whose name may have spaces for underscores."""
         return self.filter(lambda row: row[column].replace(" ", "_") == part)
 
     def filter(self, keep: Callable[[dict[str, Any]], bool]) -> Rows:
@@ -318,9 +244,9 @@ def _read(folder: Path, benchmark: Benchmark) -> Rows:
 
 
 def _prepare_ifeval() -> None:
-    """One text, one score, though its detector of languages is a random one; and a way to tell sentences apart offline.
+    """Seed IFEval's language detector, and provide nltk's sentence splitter.
 
-    Where nltk's rules for the ends of sentences cannot be had, it does without a list of abbreviations.
+    If nltk's data cannot be downloaded, empty files take its place: sentences are split without abbreviation lists.
     """
     import nltk
     from langdetect import DetectorFactory
@@ -333,7 +259,7 @@ def _prepare_ifeval() -> None:
             there = nltk.download("punkt_tab", quiet=True)
         if there:
             return
-        print("IFEval: nltk's punkt_tab cannot be downloaded; sentences are told apart without it", file=sys.stderr)
+        print("IFEval: nltk's punkt_tab cannot be downloaded; sentences are split without it", file=sys.stderr)
         folder = cache_home() / "nltk_data"
         english = folder / "tokenizers" / "punkt_tab" / "english"
         english.mkdir(parents=True, exist_ok=True)

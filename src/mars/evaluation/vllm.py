@@ -1,4 +1,4 @@
-"""vLLM as an engine of our own requests: with the plugin for dials, without it as a peer."""
+"""vLLM as an engine for our requests: with the plugin it knows dials, without it it is a peer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from mars.decoding.request import Answer, Generation, Request
 from mars.errors import MarsError
 from mars.models import Checkpoint, save_checkpoint
 
-PLUGIN = {"method": "mars"}
-"""What vLLM's ``speculative_config`` says to have our dials"""
+PLUGIN = {"method": "mars"}  # vLLM's ``speculative_config`` for our dials
 
 
 def import_vllm() -> Any:
@@ -30,10 +29,16 @@ def import_vllm() -> Any:
 
 @contextmanager
 def load_vllm(
-    checkpoint: Checkpoint, source: str | None, rows: int, length: int | None, **options: Any
+    checkpoint: Checkpoint, source: str | None, max_num_seqs: int, length: int | None, **options: Any
 ) -> Iterator[Any]:
-    """vLLM with the model from the folder or hub id ``source``; None: saved for it. ``options`` are its own."""
-    vllm = import_vllm()
+    """vLLM with the model from the folder or hub id ``source``; None: it is saved first. ``options`` are vLLM's."""
+    vllm, device = import_vllm(), checkpoint.device
+    device_options: dict[str, Any] = {"enforce_eager": True}  # on a CPU, compilation takes minutes
+    if device.type == "cuda":  # most of the memory that this process leaves
+        gc.collect()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        device_options = {"gpu_memory_utilization": 0.9 * free / total}
     with tempfile.TemporaryDirectory(prefix="mars-vllm-") as scratch:
         if source is None:
             source = str(Path(scratch) / "model")
@@ -41,12 +46,11 @@ def load_vllm(
         llm = vllm.LLM(
             model=source,
             dtype=str(checkpoint.module.dtype).removeprefix("torch."),
-            max_num_seqs=rows,
+            max_num_seqs=max_num_seqs,
             max_model_len=length,
-            enable_prefix_caching=False,  # no contender knows a prompt from an earlier round
-            disable_log_stats=False,  # without them, it does not tell when tokens came
-            **_device_options(checkpoint.device),
-            **options,
+            enable_prefix_caching=False,  # prompts of an earlier round must not be cached
+            disable_log_stats=False,  # needed for the times of the tokens
+            **device_options | options,
         )
         try:
             yield llm
@@ -54,20 +58,10 @@ def load_vllm(
             llm.llm_engine.engine_core.shutdown()
 
 
-def _device_options(device: torch.device) -> dict[str, Any]:
-    """Most of what this process leaves of a GPU; on a CPU, no minutes of compiling."""
-    if device.type != "cuda":
-        return {"enforce_eager": True}
-    gc.collect()
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    return {"gpu_memory_utilization": 0.9 * free / total}
-
-
-def write(
+def generate(
     llm: Any, checkpoint: Checkpoint, requests: Sequence[Request]
 ) -> Generator[tuple[int, Generation], None, None]:
-    """Every greedy request's index and answer as it ends. The plugin obeys their dials, and takes a chain for all."""
+    """The index and answer of every request as it ends, greedily. The plugin applies their dials, with a chain."""
     vllm = import_vllm()
     engine, running = llm.llm_engine, dict[str, tuple[int, Answer]]()
     try:

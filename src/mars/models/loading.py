@@ -1,4 +1,4 @@
-"""`load_checkpoint`: a name in, a ready model out."""
+"""`load_checkpoint`: loads a model by its name, with its tokenizer, settings and adapter."""
 
 from __future__ import annotations
 
@@ -46,16 +46,22 @@ def load_checkpoint(
         name, adapter = _base_of(Path(name)), adapter or name
     elif name == builtin.NAME:
         adapter = adapter or builtin.ADAPTER
-    device = _pick_device(device)
-    dtype = _pick_dtype(dtype, device)
-    model, tokenizer = _load(name, dtype)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    picked = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is None:
+        picked = torch.float32 if device.type == "cpu" else torch.bfloat16
+    if not isinstance(picked, torch.dtype) or not picked.is_floating_point:
+        raise MarsError(f"unknown dtype {dtype!r}: use float32, bfloat16 or float16")
+    model, tokenizer = _load(name, picked)
     refuse_model(name, model)
     settings = Settings.read(model.generation_config)
     if adapter is not None:
         folder = Path(_expand(adapter))
         tokenizer = _adopt_tokenizer(model, tokenizer, folder)
         model = _merge(model, folder)
-        settings = _adapter_settings(folder) or settings
+        _check_generation_config(folder)
+        if (folder / "generation_config.json").is_file():
+            settings = Settings.read(GenerationConfig.from_pretrained(folder)) or settings
     model = model.to(device).eval().requires_grad_(False)
     if device.type == "cpu":
         store_by_columns(model)
@@ -66,17 +72,17 @@ def load_checkpoint(
 
 
 def brings_adapter(name: str) -> bool:
-    """Is this a model that is put together from a base and an adapter?"""
+    """Does this name stand for a base model with an adapter?"""
     return name == builtin.NAME or (Path(_expand(name)) / ADAPTER_FILE).is_file()
 
 
 def is_put_together(name: str, adapter: str | Path | None) -> bool:
-    """Do these weights exist only once they are loaded, so that nobody else finds them under that name?"""
+    """Do these weights exist in no folder or hub repository, because they are merged or converted on loading?"""
     return adapter is not None or brings_adapter(name) or name == builtin.BASE or name.endswith(".gguf")
 
 
 def _expand(name: str | Path) -> str:
-    """Spell out a leading ``~``; anything else, a hub id above all, stays as it is."""
+    """Expand a leading ``~``; other names, such as hub ids, are not changed."""
     return str(Path(name).expanduser()) if str(name).startswith("~") else str(name)
 
 
@@ -97,24 +103,20 @@ def _load(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTok
     except MarsError:
         raise
     except Exception as error:  # transformers, safetensors and the hub client each raise their own
-        raise MarsError(_explain(name, error)) from error
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        if Path(name).is_dir():
+            raise MarsError(f"the folder {name} does not hold a usable model: {first_line}") from error
+        hint = f"give a hub id, a folder, a .gguf file or {builtin.NAME}"
+        raise MarsError(f"no model {name!r} could be loaded ({first_line}): {hint}") from error
 
 
 def _check_generation_config(folder: Path) -> None:
-    """transformers ignores a damaged file, and with it the settings and the end tokens."""
+    """Raise for a damaged file: transformers would ignore it, and with it the settings and the end tokens."""
     try:
         if (path := folder / "generation_config.json").is_file():
             json.loads(path.read_text())
     except ValueError as error:
         raise MarsError(f"{path} is damaged: {error}") from None
-
-
-def _explain(name: str, error: Exception) -> str:
-    first_line = next(iter(str(error).splitlines()), type(error).__name__)
-    if Path(name).is_dir():
-        return f"the folder {name} does not hold a usable model: {first_line}"
-    hint = f"give a hub id, a folder, a .gguf file or {builtin.NAME}"
-    return f"no model {name!r} could be loaded ({first_line}): {hint}"
 
 
 def _base_of(adapter: Path) -> str:
@@ -130,7 +132,7 @@ def _base_of(adapter: Path) -> str:
 def _adopt_tokenizer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, adapter: Path
 ) -> PreTrainedTokenizerBase:
-    """An adapter may bring a tokenizer with a new mask token, which needs a new row."""
+    """The adapter's tokenizer if it has one. A new mask token in it needs a new row of the embedding."""
     if not (adapter / "tokenizer_config.json").is_file():
         return tokenizer
     tokenizer = AutoTokenizer.from_pretrained(adapter)
@@ -140,7 +142,7 @@ def _adopt_tokenizer(
 
 
 def _merge(model: PreTrainedModel, adapter: Path) -> PreTrainedModel:
-    """Fold a peft adapter into the weights."""
+    """Merge a peft adapter into the weights."""
     from peft import PeftModel
 
     if not (adapter / ADAPTER_FILE).is_file():
@@ -151,25 +153,3 @@ def _merge(model: PreTrainedModel, adapter: Path) -> PreTrainedModel:
             return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     except Exception as error:  # peft raises what the mismatch happens to hit
         raise MarsError(f"the adapter {adapter} does not fit the model: {error}") from error
-
-
-def _adapter_settings(adapter: Path) -> Settings | None:
-    _check_generation_config(adapter)
-    if not (adapter / "generation_config.json").is_file():
-        return None
-    return Settings.read(GenerationConfig.from_pretrained(adapter))
-
-
-def _pick_device(device: str | torch.device | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    if dtype is None:
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    picked = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(picked, torch.dtype) or not picked.is_floating_point:
-        raise MarsError(f"unknown dtype {dtype!r}: use float32, bfloat16 or float16")
-    return picked

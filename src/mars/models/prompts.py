@@ -1,4 +1,4 @@
-"""From a prompt to tokens: a question, a chat, or tokens as they are."""
+"""Tokens of a prompt: of a question, of a chat, or given as they are."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from transformers import PreTrainedTokenizerBase
 from mars.errors import MarsError
 
 Messages = Sequence[Mapping[str, Any]]
-Prompt = str | Messages | Sequence[int]
-"""A question, a chat, or tokens to continue as they are"""
+Prompt = str | Messages | Sequence[int]  # a question, a chat, or tokens to continue as they are
 
 
 def encode(
     tokenizer: PreTrainedTokenizerBase, prompt: Prompt, system: str | None = None, name: str = "the model"
 ) -> list[int]:
-    """Tokens of a prompt. Text becomes a user's message where the model knows how to chat."""
+    """Tokens of a prompt. A text becomes a user's message if the model has a chat template."""
     if isinstance(prompt, str):
         if not prompt.strip():
             raise MarsError("the prompt is empty: write a question or some text to continue")
@@ -38,7 +37,7 @@ def encode(
 def encode_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, name: str = "the model", **options: Any
 ) -> list[int]:
-    """Tokens of a chat up to where the model's answer begins; ``options`` go to its template."""
+    """Tokens of a chat up to the beginning of the model's answer; ``options`` go to its template."""
     if tokenizer.chat_template is None:
         raise MarsError(f"{name} has no chat template, so it cannot chat: give plain text, no system prompt")
     try:

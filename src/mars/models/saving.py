@@ -1,4 +1,4 @@
-"""Write a checkpoint as a plain Hugging Face folder, whole or not at all."""
+"""`save_checkpoint`: writes a plain Hugging Face folder, which appears once it is complete."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mars.models.layout import store_by_columns, store_by_rows
 
 
 def save_checkpoint(checkpoint: Checkpoint, folder: Path, add_files: Callable[[Path], None] | None = None) -> None:
-    """Save weights, tokenizer and settings to a folder that does not exist yet; it appears once it is complete.
+    """Save weights, tokenizer and settings to a folder that does not exist yet.
 
     ``add_files`` may put more into the folder before it appears.
     """

@@ -1,7 +1,4 @@
-"""MARS settings of a checkpoint, kept under ``mars`` in its ``generation_config.json``.
-
-The checkpoint stays a plain Hugging Face checkpoint: whoever does not know the key ignores it.
-"""
+"""MARS settings of a checkpoint: under ``mars`` in its ``generation_config.json``, which other software ignores."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ SPARE_NAME = re.compile(r"mask|reserved|unused|extra|dummy|placeholder|empty", r
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a model was trained with and how it decodes unless told otherwise."""
+    """What a model was trained with, and its default dial."""
 
     mask_token_id: int
     block_size: int = 4
@@ -47,17 +44,23 @@ class Settings:
 
     def write(self, config: GenerationConfig) -> None:
         setattr(config, KEY, asdict(self))
-        for name in SAMPLING_FLAGS if not config.do_sample else ():  # idle flags: transformers refuses to save them
+        for name in SAMPLING_FLAGS if not config.do_sample else ():  # unused flags: transformers refuses to save them
             setattr(config, name, None)
         config._from_model_config = False  # else transformers rebuilds it from config.json and drops the settings
 
 
 def choose_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """A token id that text never uses: a spare row of the embedding, else an unused special token, else a new row."""
+    """A token id that no text has: an unused row of the embedding, else an unused special token, else a new row."""
     rows = model.get_input_embeddings().num_embeddings
     if rows > rows_needed(tokenizer):
         return rows - 1
-    unused = _unused_special_tokens(model, tokenizer)
+    named = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    busy, template = named | end_tokens(model, tokenizer), str(tokenizer.chat_template or "")
+    unused = {
+        token: str(added)
+        for token, added in sorted(tokenizer.added_tokens_decoder.items())
+        if added.special and token not in busy and str(added) not in template
+    }
     if unused:
         telling = [token for token, name in unused.items() if SPARE_NAME.search(name)]
         return (telling or list(unused))[-1]
@@ -67,23 +70,12 @@ def choose_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 
 
 def rows_needed(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Rows an embedding must have; more than the number of tokens where ids have holes."""
+    """Rows that an embedding must have; more than there are tokens if ids have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def _unused_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    named = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
-    busy = named | end_tokens(model, tokenizer)
-    template = str(tokenizer.chat_template or "")
-    return {
-        token: str(added)
-        for token, added in sorted(tokenizer.added_tokens_decoder.items())
-        if added.special and token not in busy and str(added) not in template
-    }
-
-
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Every token that ends an answer: those of the generation config and the tokenizer's own."""
+    """All tokens that end an answer: those of the generation config and the tokenizer's own."""
     config = model.generation_config
     listed = config.eos_token_id if config is not None else None
     ids = listed if isinstance(listed, list) else [listed]

@@ -1,4 +1,4 @@
-"""Which models can decode in windows: those whose cache is a list of keys and values that can be rolled back."""
+"""Checks of a model's architecture: decoding in windows needs a cache of keys and values that can be rolled back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def refuse_model(name: str, model: PreTrainedModel) -> None:
 
 
 def refuse_gaps(report: dict[str, Any]) -> None:
-    """transformers fills missing weights with random ones; a model like that must not speak."""
+    """Raise if weights are missing: transformers would fill them with random ones."""
     gaps = [*report["missing_keys"], *report["mismatched_keys"]]
     if gaps:
         raise ValueError(f"{len(gaps)} weights are missing or have another shape, {gaps[0]} first")
@@ -46,14 +46,9 @@ def _reason(config: PreTrainedConfig, text: PreTrainedConfig) -> str | None:
         return f"layers of type {', '.join(sorted(strange))} keep a state that cannot be rolled back"
     if getattr(text, "attention_chunk_size", None):
         return "its attention is chunked by position"
-    rope = _rope_types(text) & SHIFTING_ROPE
+    parameters = getattr(text, "rope_parameters", None) or {}
+    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]  # in some families
+    rope = {str(each.get("rope_type", "default")) for each in by_layer_type or [parameters]} & SHIFTING_ROPE
     if rope:
         return f"its {rope.pop()} position encoding changes with the length of the longest row of a batch"
     return None
-
-
-def _rope_types(config: PreTrainedConfig) -> set[str]:
-    """Rope types of the model; some families keep one set of parameters per layer type."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    return {str(each.get("rope_type", "default")) for each in nested or [parameters]}

@@ -1,1 +1,1 @@
-"""Turn an instruct model into a MARS model: data, two-stream training, distillation."""
+"""Training: recipes, data, the loss over both streams, distillation, and publishing."""

@@ -1,7 +1,7 @@
-"""Attention of both streams, plugged into transformers' attention interface: FlexAttention on a GPU, else a table.
+"""Attention of both streams for transformers' attention interface: FlexAttention on a GPU, else a dense mask.
 
-A model switched to the implementation `NAME` builds no mask of its own and hands the keyword ``stream_masks`` of its
-call down to `attend`: one mask for every sliding window its layers use, None among them.
+A model switched to the implementation `NAME` builds no mask of its own and passes the keyword ``stream_masks`` of its
+call to `attend`: one mask for every sliding window of its layers; None is a layer without one.
 """
 
 from __future__ import annotations
@@ -25,20 +25,17 @@ StreamMask = Tensor | BlockMask
 
 
 def stream_masks(sight: Sight, windows: Iterable[int | None], *, flex: bool) -> dict[int | None, StreamMask]:
-    """The visibility rule in the form the attention wants, for each sliding window of the model."""
+    """The visibility rule as a mask, for each sliding window of the model."""
     if flex:
-        return {window: block_mask(sight, window) for window in windows}
+        return {window: _block_mask(sight, window) for window in windows}
     return {window: dense_visibility(sight, window)[:, None] for window in windows}
 
 
-def block_mask(sight: Sight, sliding: int | None = None) -> BlockMask:
-    """The rule as a FlexAttention block mask."""
-
+def _block_mask(sight: Sight, sliding: int | None) -> BlockMask:
     def visible(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return sees(sight.at(row, query), sight.at(row, key), sliding)
 
-    rows, length = sight.place.shape
-    device = sight.place.device
+    (rows, length), device = sight.place.shape, sight.place.device
     build = compiled(create_block_mask) if device.type == "cuda" else create_block_mask
     return build(visible, rows, None, length, length, device=str(device))
 
@@ -57,31 +54,24 @@ def attend(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attend (rows, heads, length, size) queries to keys that several heads may share."""
+    """Attention of (rows, heads, length, size) queries to keys that several heads may share.
+
+    The scores may have a cap (Gemma 2) or sinks (gpt-oss).
+    """
     if stream_masks is None:
         raise MarsError(f"{type(module).__name__} does not hand its keywords down to its attention")
+    mask = stream_masks[sliding_window]
     sinks = None if s_aux is None else s_aux.view(1, -1, 1, 1)
-    out = masked_attention(query, key, value, stream_masks[sliding_window], scaling, softcap, sinks)
-    return out.transpose(1, 2).contiguous(), None
-
-
-def masked_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | BlockMask,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attention under a table or a block mask, with a cap on the scores (Gemma 2) or sinks (gpt-oss) if given."""
     if isinstance(mask, BlockMask):
-        return _flex(query, key, value, mask, scale, softcap, sinks)
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    if softcap is None and sinks is None:
-        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-    return spelled_out(query, key, value, mask, scale or query.shape[-1] ** -0.5, softcap, sinks)
+        out = _flex(query, key, value, mask, scaling, softcap, sinks)
+    else:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        if softcap is None and sinks is None:
+            out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+        else:
+            out = spelled_out(query, key, value, mask, scaling or query.shape[-1] ** -0.5, softcap, sinks)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _flex(

@@ -1,7 +1,7 @@
-"""From a chat to tokens and a mask of what the assistant said, for any chat template.
+"""Tokens of a chat and a mask of the assistant's tokens, for any chat template.
 
-Templates do not say which part of their text the assistant writes, so it is found from outside: render the chat once
-as it is and once with a probe word in place of an answer; what stands before and behind the probe is the template's.
+Templates do not mark the assistant's text. So the chat is rendered once as it is and once with a probe word in place of
+an answer: what comes before and after the probe is the template's.
 """
 
 from __future__ import annotations
@@ -14,27 +14,26 @@ from transformers import PreTrainedTokenizerBase
 
 from mars.errors import MarsError
 from mars.models.prompts import Messages
+from mars.training.rows import Chat
 
-PROBE = "mars0probe"
-"""One plain word, which no template trims or reacts to"""
-Chat = list[dict[str, str]]
+PROBE = "mars0probe"  # a plain word, which no template trims or reacts to
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
     tokens: Sequence[int]
     assistant: Sequence[bool | int]
-    """True on tokens the assistant must write: its words and the token that ends its turn"""
+    """True on tokens the assistant must generate: its text and the token that ends its turn"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """Where one answer lies in the rendered chat."""
+    """The position of one answer in the rendered chat, in characters."""
 
     start: int
     end: int
     limit: int
-    """Up to here the text is the same as if the chat ended with this answer: an end token, but no next header"""
+    """Up to here the text is as if the chat ended with this answer: it has an end token, but no next header"""
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, ended: bool = True) -> Document:
@@ -51,7 +50,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, ended
     assistant = [False] * len(tokens)
     for turn in turns:
         answer = _find(tokenizer, chat, turn, text)
-        for index in _written(tokenizer, tokens, spans, answer):
+        for index in _generated(tokenizer, tokens, spans, answer):
             assistant[index] = True
     if not ended:
         size = sum(end <= answer.end for _, end in spans)
@@ -85,44 +84,41 @@ def _find(tokenizer: PreTrainedTokenizerBase, chat: Chat, turn: int, text: str) 
     head, _, rest = _render(tokenizer, [*before, probe, *behind]).partition(word)
     _, _, tail = _render(tokenizer, [*before, probe]).partition(word)
     prompt = _render(tokenizer, before, add_generation_prompt=True)
-    # Where no generation prompt is added, the role header follows the prompt, and that is not the assistant's to write.
+    # Without a generation prompt, the role header follows the prompt; the assistant does not generate it.
     opened = not _render(tokenizer, before).startswith(prompt) or prompt.strip() == head.strip()
     opening = prompt if opened and text.startswith(prompt) else head
     start, end = len(opening), len(text) - len(rest)
     framed = text.startswith(opening) and text.endswith(rest)
-    if not framed or not _agree(text[start:end], chat[turn]["content"]):
+    # Templates may trim an answer, drop the thinking before it or add an empty one, but nothing else.
+    shown, content = ("".join(each.split()) for each in (text[start:end], chat[turn]["content"]))
+    agree = shown and content and (shown.endswith(content) or content.endswith(shown))
+    if not framed or not agree:
         raise MarsError(f"the chat template does not keep message {turn + 1} as it is, so it cannot be learned")
     same = takewhile(lambda pair: pair[0] == pair[1], zip(text[end:], tail, strict=False))
     return _Answer(start, end, end + len(list(same)))
 
 
-def _agree(shown: str, content: str) -> bool:
-    """Templates may trim an answer, drop the thinking before it or put an empty one there, but nothing else."""
-    shown, content = "".join(shown.split()), "".join(content.split())
-    return bool(shown and content) and (shown.endswith(content) or content.endswith(shown))
-
-
 def _word(text: str, start: int, end: int) -> tuple[int, int]:
-    """A token's span less the white space around its word: tokenizers differ in whether they count it in."""
+    """A token's span without white space around its word: tokenizers differ in whether they include it."""
     token = text[start:end]
     if not token.strip():
-        return min(start, end - 1), end  # some give a blank token no width, where it ends
+        return min(start, end - 1), end  # some tokenizers give a blank token no width, at its end
     return end - len(token.lstrip()), start + len(token.rstrip())
 
 
-def _written(
+def _generated(
     tokenizer: PreTrainedTokenizerBase, tokens: list[int], spans: list[tuple[int, int]], answer: _Answer
 ) -> list[int]:
-    """The answer's tokens, with all up to its end token: nothing behind that one is ever generated."""
+    """The answer's tokens up to its end token: nothing after that one is ever generated."""
     behind = [index for index, span in enumerate(spans) if answer.end <= span[0] and span[1] <= answer.limit]
     closing = next((index for index in behind if _is_special(tokenizer, tokens[index])), None)
     end = answer.end if closing is None else spans[closing][1]
-    written = [index for index, span in enumerate(spans) if answer.start <= span[0] and span[1] <= end]
-    if closing is not None and tokens[closing] in (tokens[index] for index in written if index != closing):
+    found = [index for index, span in enumerate(spans) if answer.start <= span[0] and span[1] <= end]
+    if closing is not None and tokens[closing] in (tokens[index] for index in found if index != closing):
         raise MarsError("an answer contains the token that ends it: remove that token from the text")
-    if not written:
+    if not found:
         raise MarsError("an answer shares its only token with the chat template, so it cannot be learned")
-    return written
+    return found
 
 
 def _is_special(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:

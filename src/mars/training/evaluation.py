@@ -1,17 +1,16 @@
-"""How a model does on held-out chats: clean loss, what its masks guess right, and what ``exact`` would make of it."""
+"""Evaluation on held-out chats: clean loss, accuracy of the masks, and the tokens per forward ``exact`` would have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from mars.method.streams import IGNORED, PADDING, Pack, lay_out, next_tokens
-from mars.training.batches import take
 from mars.training.objective import Batch, batch_tensors
-from mars.training.replay import replay
+from mars.training.packing import take
 
 Predict = Callable[[Batch], dict[str, Tensor]]
 
@@ -19,14 +18,12 @@ Predict = Callable[[Batch], dict[str, Tensor]]
 @dataclass(slots=True)
 class Evaluation:
     block_size: int
-    tokens: int = 0
-    """Answer tokens"""
-    loss: float = 0.0
-    """Of all of them in the clean stream, summed"""
+    tokens: int = 0  # answer tokens
+    loss: float = 0.0  # of the clean stream, summed over these
     guessed: Tensor = field(init=False)
-    """By offset: how many masks were asked, and how many of them guess what the clean stream would write"""
+    """By offset: how many masks there were, and how many of them predicted the clean stream's argmax"""
     answers: list[list[int]] = field(default_factory=list)
-    """For each place of each answer: how many masks behind it guess right from the first on"""
+    """For each position of each answer: how many masks behind it are right before the first wrong one"""
 
     def __post_init__(self) -> None:
         self.guessed = torch.zeros(2, self.block_size - 1, dtype=torch.long)
@@ -38,7 +35,7 @@ class Evaluation:
     @property
     def mask_accuracy(self) -> list[float]:
         asked, right = self.guessed.tolist()
-        return [hits / max(1, all_) for all_, hits in zip(asked, right, strict=True)]
+        return [hits / max(1, total) for total, hits in zip(asked, right, strict=True)]
 
     def tokens_per_forward(self, *, tree: bool = False) -> float:
         counts = [replay(each, self.block_size, tree=tree) for each in self.answers]
@@ -54,7 +51,7 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(predict: Predict, pack: Pack, *, block_size: int, mask_token: int, rows: int, width: int) -> Evaluation:
-    """Put masks behind every place of every answer, so many that the masked stream is ``width`` wide at a time."""
+    """Put masks behind every position of every answer, in several forwards with at most ``width`` masks per row."""
     found = Evaluation(block_size)
     for start in range(0, len(pack.tokens), rows):
         _evaluate_rows(found, predict, take(pack, range(start, min(start + rows, len(pack.tokens)))), mask_token, width)
@@ -74,8 +71,8 @@ def _evaluate_rows(found: Evaluation, predict: Predict, pack: Pack, mask_token: 
         choices[rows, columns] = out["clean"][:count]
         found.loss += float(out["clean_loss"][:count].sum()) * (turn == 0)
         (rows, columns), count = _where(batch, "masks")
-        place = streams.sight.reach[rows, columns], streams.offsets[rows, columns] - 1
-        guesses[rows, *place] = out["masks"][:count]
+        at = streams.sight.reach[rows, columns], streams.offsets[rows, columns] - 1
+        guesses[rows, *at] = out["masks"][:count]
     shifted = torch.nn.functional.pad(choices, (0, masks), value=PADDING)
     truth = torch.stack([shifted[:, offset : offset + labels.shape[1]] for offset in range(1, masks + 1)], 2)
     right = guesses == truth
@@ -85,7 +82,7 @@ def _evaluate_rows(found: Evaluation, predict: Predict, pack: Pack, mask_token: 
 
 
 def _where(batch: Batch, stream: str) -> tuple[tuple[Tensor, Tensor], int]:
-    """Rows and columns that a stream was asked, without the padding behind them."""
+    """Rows and columns of a stream's predictions, and how many there are without the padding."""
     count = int((batch[f"{stream}_weights"] > 0).sum())
     at = batch[f"{stream}_at"][:count]
     width = batch["input_ids"].shape[1]
@@ -93,7 +90,7 @@ def _where(batch: Batch, stream: str) -> tuple[tuple[Tensor, Tensor], int]:
 
 
 def _answers(asked: Tensor, correct: Tensor) -> list[list[int]]:
-    """The numbers of every uninterrupted answer."""
+    """The counts of every uninterrupted answer."""
     answers: list[list[int]] = []
     for flags, numbers in zip(asked.tolist(), correct.tolist(), strict=True):
         for here, (flag, number) in enumerate(zip(flags, numbers, strict=True)):
@@ -105,10 +102,30 @@ def _answers(asked: Tensor, correct: Tensor) -> list[list[int]]:
 
 
 def _slices(asked: Tensor, groups: int) -> Iterator[Tensor]:
-    """Every asked place of every row, ``groups`` at a time."""
+    """All positions to predict from, in every row, ``groups`` at a time."""
     length = asked.shape[1]
-    places = torch.where(asked, torch.arange(length), length).sort(1).values
-    places = torch.where(places == length, PADDING, places)
+    positions = torch.where(asked, torch.arange(length), length).sort(1).values
+    positions = torch.where(positions == length, PADDING, positions)
     for start in range(0, max(1, int(asked.sum(1).max())), groups):
-        chosen = places[:, start : start + groups]
+        chosen = positions[:, start : start + groups]
         yield torch.nn.functional.pad(chosen, (0, groups - chosen.shape[1]), value=PADDING)
+
+
+def replay(correct: Sequence[int], block_size: int, *, tree: bool = False) -> tuple[int, int]:
+    """The tokens of one answer, and the forwards ``exact`` would need for it, computed without decoding.
+
+    ``correct[a]`` is the number of right masks behind position ``a``, up to the first wrong one. Position 0 is the last
+    token of the prompt, so an answer of ``n`` tokens has ``n`` positions.
+    """
+    written, forwards, anchor = 0, 0, None
+    while written < len(correct):
+        forwards += 1
+        if anchor is None:  # no drafts yet: the next token, and drafts for those after it
+            anchor, written = written, written + 1
+            continue
+        accepted = min(correct[anchor], block_size - 1, len(correct) - written)
+        all_passed = accepted == block_size - 1
+        # The window's masks follow its last draft; in a tree, there are masks behind every draft
+        anchor = written + accepted if tree or all_passed else None
+        written += accepted + 1
+    return len(correct), forwards

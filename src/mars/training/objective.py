@@ -1,9 +1,4 @@
-"""The training loss of a causal language model over both streams, as the model's own forward.
-
-Trainers, DDP and FSDP call the model itself, so `Objective.installed` replaces the ``forward`` of the language model:
-it runs the body once over ``[clean | masked]`` and the output layer in chunks over those positions alone that are asked
-something, so the logits of a whole batch never exist at once.
-"""
+"""The training loss over both streams, installed as the forward of a causal language model."""
 
 from __future__ import annotations
 
@@ -23,18 +18,16 @@ from mars.method.streams import IGNORED, Sight, Streams, dense_visibility
 from mars.training.attention import NAME, stream_masks
 from mars.training.recipe import Loss
 
-CHUNK = 2048
-"""Positions whose logits exist at once"""
+CHUNK = 2048  # positions whose logits exist at once: the logits of a whole batch would not fit
 Batch = dict[str, Any]
 Teacher = tuple["Head", Tensor, Tensor]
-"""An output layer, hidden states, and which of them to ask"""
+"""An output layer, hidden states, and the indices of those to compare with"""
 
 
 def batch_tensors(streams: Streams, length: int, decay: float = 1.0) -> Batch:
-    """Both streams as flat tensors, with the places that are asked something; made on the CPU, ahead of the forward.
+    """Both streams as flat tensors, with the positions that have labels; made on the CPU, ahead of the forward.
 
-    Every row counts the same, whatever else is in the batch, so it does not matter how rows are spread over devices
-    and accumulation steps.
+    Every row has the same weight, so it does not matter how rows are spread over devices and accumulation steps.
     """
     tensors: Batch = {
         "length": length,
@@ -49,7 +42,7 @@ def batch_tensors(streams: Streams, length: int, decay: float = 1.0) -> Batch:
         share[:, span] = shares[:, span] / shares[:, span].sum(1, keepdim=True).clamp(min=1e-9) / rows
         index = share.flatten().nonzero()[:, 0]
         count = len(index)
-        chunks = max(-(-count // CHUNK), share[:, span].numel() > 0)  # a stream that is there is asked, if in vain
+        chunks = max(-(-count // CHUNK), share[:, span].numel() > 0)  # every stream has a chunk, even without labels
         index = torch.cat([index, index.new_zeros(chunks * CHUNK - count)])
         weights = share.flatten()[index]
         weights[count:] = 0
@@ -61,10 +54,10 @@ def batch_tensors(streams: Streams, length: int, decay: float = 1.0) -> Batch:
 
 
 class Head:
-    """The output layer of a model: hidden states to logits, as the model's own forward does it."""
+    """The output layer of a model: hidden states to logits, as in the model's own forward."""
 
     def __init__(self, model: PreTrainedModel, *, bare: bool = False) -> None:
-        """``bare``: without what an adapter has put around the layer."""
+        """``bare``: without an adapter around the layer."""
         config = model.config.get_text_config(decoder=True)
         self._layer = model.get_output_embeddings()
         if bare:
@@ -74,7 +67,7 @@ class Head:
         self._scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
         self._weight: Tensor | None = None
         rows = getattr(self._layer, "token_adapter", None)
-        if rows is not None:  # tied to an embedding with a trained row: read it here, train it where it is read
+        if rows is not None:  # tied to an embedding with a trained row: that is trained as an embedding only
             self._weight = rows.get_merged_weights(rows.active_adapters).detach()
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -88,8 +81,7 @@ class Objective:
     """The loss of one model; `installed`, ``model(**batch_tensors(...))`` returns it with its unweighted parts."""
 
     loss: Loss
-    base: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None
-    """Lends the untouched base model"""
+    base: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None  # a context with the base model
     flex: bool = False
     compiled: bool = False
     windows: tuple[int | None, ...] = (None,)
@@ -98,7 +90,10 @@ class Objective:
 
     @contextmanager
     def installed(self, model: PreTrainedModel) -> Iterator[None]:
-        """Make a causal language model compute this loss. Its adapter, if any, is in place already."""
+        """Make this loss the ``forward`` of a causal language model, because trainers, DDP and FSDP call the model.
+
+        An adapter must be in place already.
+        """
         self.windows = examine(model)
         self._answer = torch.compile(_answer, dynamic=False) if self.compiled else _answer
         if self.compiled:
@@ -124,7 +119,7 @@ class Objective:
         return {"loss": loss, **{name: term.detach() for name, term in terms.items()}}
 
     def predict(self, model: PreTrainedModel, batch: Batch) -> dict[str, Tensor]:
-        """What the model would write at every place that is asked, never the mask, and what the right token costs."""
+        """The argmax at every position with a label, never the mask token, and the loss of the clean stream."""
         hidden, head = self.hidden(model, batch), Head(model)
         out: dict[str, list[Tensor]] = {"clean": [], "masks": [], "clean_loss": []}
         for stream in ("clean", "masks"):
@@ -138,7 +133,7 @@ class Objective:
         return {name: torch.cat(parts) if parts else hidden.new_zeros(0) for name, parts in out.items()}
 
     def hidden(self, model: PreTrainedModel, batch: Batch) -> Tensor:
-        """(rows x width, size): what the model's body makes of the streams."""
+        """(rows x width, size): the hidden states of both streams."""
         sight = Sight(*(batch[name] for name in Sight._fields))
         out = model.base_model(
             input_ids=batch["input_ids"],
@@ -149,7 +144,7 @@ class Objective:
         return out.last_hidden_state.flatten(0, 1)
 
     def _base_teacher(self, batch: Batch) -> Teacher | None:
-        """The base model's view of the clean stream."""
+        """The base model's hidden states of the clean stream."""
         if not self.loss.base or self.base is None:
             return None
         width, length = batch["input_ids"].shape[1], batch["length"]
@@ -161,7 +156,7 @@ class Objective:
     def _ask(
         self, stream: str, names: tuple[str, str], head: Head, hidden: Tensor, batch: Batch, teacher: Teacher | None
     ) -> dict[str, Tensor]:
-        """Cross-entropy with the labels, and divergence from the teacher if there is one."""
+        """Cross-entropy with the labels, and KL to the teacher if there is one."""
         total = torch.zeros(2 if teacher else 1, device=hidden.device)
         for start in range(0, len(batch[f"{stream}_at"]), CHUNK):
             chunk = slice(start, start + CHUNK)
@@ -174,7 +169,7 @@ class Objective:
 def _answer(
     head: Head, hidden: Tensor, labels: Tensor, weights: Tensor, teacher: Head | None, taught: Tensor | None
 ) -> Tensor:
-    """The losses of one chunk, each a weighted sum. The teacher's logits are made here, so they never pile up."""
+    """The losses of one chunk, each a weighted sum. The teacher's logits exist for this chunk only."""
     log_q = head(hidden).log_softmax(-1)
     losses = [-log_q.gather(1, labels[:, None])[:, 0]]
     if teacher is not None and taught is not None:
@@ -188,8 +183,7 @@ def _answer(
 def examine(model: PreTrainedModel) -> tuple[int | None, ...]:
     """Switch a model to our attention and try it on a few tokens: returns the sliding windows among its layers.
 
-    Raises if a layer goes its own way or the logits are made in a way `Head` does not know: the training would be
-    wrong without a word.
+    Raises if a layer does not use our attention or `Head` computes other logits: training would be silently wrong.
     """
     model.set_attn_implementation(NAME)
     model.eval()
@@ -207,7 +201,7 @@ def examine(model: PreTrainedModel) -> tuple[int | None, ...]:
 
 
 class _Recorder(dict[int | None, Tensor]):
-    """Masks on demand, and a record of who asked for which."""
+    """Masks on demand, with a list of the sliding windows that were asked for."""
 
     def __init__(self, sight: Sight) -> None:
         self._sight = sight

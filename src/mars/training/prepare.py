@@ -1,4 +1,4 @@
-"""From the sources of a recipe to packed rows: read, tokenise, keep some back, pack, and remember the result."""
+"""The packed rows of a recipe: its sources are read, tokenised, split into training and held-out chats, and packed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import random
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -20,10 +19,9 @@ from mars.method.streams import Pack
 from mars.training.chats import Document, encode_chat
 from mars.training.packing import load_pack, pack, save_pack
 from mars.training.recipe import Data, Recipe
-from mars.training.rows import Row, read_rows
+from mars.training.rows import Row, read_rows, warn
 
-REPORTED = 5
-"""Bad rows shown on the way; all of them are in ``data/bad_rows.txt``"""
+REPORTED = 5  # bad rows shown on the way; all of them are in ``data/bad_rows.txt``
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +32,7 @@ class Prepared:
 
 
 def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
-    """The packed rows of a recipe; made once and kept in its output folder, so that a resumed run sees the same."""
+    """The packed rows of a recipe; kept in its output folder, so that a resumed run uses the same."""
     folder = recipe.output / "data"
     paths = folder / "train.safetensors", folder / "held_out.safetensors"
     if not all(path.exists() for path in paths):
@@ -53,7 +51,7 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
 def _split(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, bad_rows: list[str]
 ) -> tuple[list[Document], list[Document], str]:
-    """Chats to train on, chats to measure with, and a report. Chats that begin alike stay together."""
+    """Chats to train on, chats to evaluate on, and a report. Chats with the same prompt are not separated."""
     data = recipe.data
     documents, report = _documents(data, data.train, tokenizer, bad_rows)
     random.Random(recipe.seed).shuffle(documents)
@@ -71,35 +69,43 @@ def _split(
 
 
 def _prompt(document: Document) -> tuple[int, ...]:
-    """What comes before the first answer."""
+    """The tokens before the first answer."""
     return tuple(document.tokens[: list(document.assistant).index(True)])
 
 
 def _documents(
     data: Data, sources: list[str], tokenizer: PreTrainedTokenizerBase, bad_rows: list[str]
 ) -> tuple[list[Document], str]:
-    """Every usable chat, and what became of the others in a sentence."""
-    counts: Counter[str] = Counter()
-    documents = []
-    for document in _encoded(sources, tokenizer, _on_bad_row(data, counts, bad_rows)):
-        too_long = len(document.tokens) > data.length
-        counts["too long"] += too_long
+    """Every usable chat, and a sentence about the others."""
+    documents: list[Document] = []
+    too_long, before = 0, len(bad_rows)
+
+    def on_bad_row(message: str) -> None:
+        if data.bad_rows == "stop":
+            raise MarsError(message)
+        bad_rows.append(message)
+        if len(bad_rows) - before <= REPORTED:
+            warn(f"skipped {message}")
+
+    for document in _encoded(sources, tokenizer, on_bad_row):
+        is_long = len(document.tokens) > data.length
+        too_long += is_long
         kept = Document(document.tokens[: data.length], document.assistant[: data.length])
-        if not too_long or (data.long_rows == "cut" and any(kept.assistant)):
+        if not is_long or (data.long_rows == "cut" and any(kept.assistant)):
             documents.append(kept)
     fate = "dropped" if data.long_rows == "drop" else "cut"
-    long = f"{counts['too long']} longer than {data.length} tokens ({fate})"
-    return documents, f"{len(documents)} chats, {long}, {counts['bad']} bad rows skipped"
+    long = f"{too_long} longer than {data.length} tokens ({fate})"
+    return documents, f"{len(documents)} chats, {long}, {len(bad_rows) - before} bad rows skipped"
 
 
 def _encoded(
     sources: list[str], tokenizer: PreTrainedTokenizerBase, on_bad_row: Callable[[str], None]
 ) -> Iterator[Document]:
-    """Chats as tokens, in order, made by as many processes as there are processors."""
+    """Chats as tokens, in order, tokenised by one process per core."""
     rows = chain.from_iterable(read_rows(source, on_bad_row=on_bad_row) for source in sources)
     console = Console(stderr=True)
-    with multiprocessing.Pool(os.cpu_count(), _Encode.remember, (tokenizer,)) as pool:
-        encoded = pool.imap(_Encode.encode, rows, chunksize=64)
+    with multiprocessing.Pool(os.cpu_count(), _Worker.start, (tokenizer,)) as pool:
+        encoded = pool.imap(_Worker.encode, rows, chunksize=64)
         for result in track(encoded, "reading chats", console=console, disable=not console.is_terminal):
             if isinstance(result, Document):
                 yield result
@@ -107,31 +113,20 @@ def _encoded(
                 on_bad_row(result)
 
 
-class _Encode:
-    """What a worker process does with a row."""
+class _Worker:
+    """A worker process, which has the tokenizer and gets row after row."""
 
     tokenizer: PreTrainedTokenizerBase
 
     @classmethod
-    def remember(cls, tokenizer: PreTrainedTokenizerBase) -> None:
+    def start(cls, tokenizer: PreTrainedTokenizerBase) -> None:
         cls.tokenizer = tokenizer
 
     @classmethod
     def encode(cls, row: Row) -> Document | str:
+        """A row's document, or a message why there is none."""
         try:
             document = encode_chat(cls.tokenizer, row.messages, ended=row.ended)
-            return Document(array("i", document.tokens), array("b", document.assistant))  # lists take ten times as much
+            return Document(array("i", document.tokens), array("b", document.assistant))  # lists are ten times as big
         except MarsError as error:
             return f"{row.where}: {error}"
-
-
-def _on_bad_row(data: Data, counts: Counter[str], bad_rows: list[str]) -> Callable[[str], None]:
-    def report(message: str) -> None:
-        if data.bad_rows == "stop":
-            raise MarsError(message)
-        counts["bad"] += 1
-        bad_rows.append(message)
-        if counts["bad"] <= REPORTED:
-            Console(stderr=True).print(f"skipped {message}", style="yellow", markup=False, soft_wrap=True)
-
-    return report

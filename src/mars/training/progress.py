@@ -1,4 +1,4 @@
-"""A training run's progress: a bar for a person, lines for a log file."""
+"""Progress of a training run: a bar on a terminal, lines in a log file."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 from transformers import TrainerCallback, TrainerState
 
-WARM_UP = 3
-"""Steps that may compile, and say nothing about the speed"""
+WARM_UP = 3  # steps that may compile and do not count for the speed
 SHOWN = ("loss", "clean_loss", "labels_loss", "distill_loss", "base_loss")
 
 
 class Progress(TrainerCallback):
-    """The time left is judged by the speed since the first steps, which compile, or load what a resumed run needs."""
+    """The time left is estimated from the speed after the first steps, which are slower."""
 
     def __init__(self, tokens_per_step: float) -> None:
         self._tokens_per_step = tokens_per_step
         self._bar: Bar | None = None
         self._losses = ""
         self._steps = 0
-        self._mark = (0, 0.0)
-        """Step and time from which the speed is measured"""
+        self._mark = (0, 0.0)  # step and time from which the speed is measured
 
     def on_train_begin(self, _args: Any, state: TrainerState, _control: Any, **_: Any) -> None:
         self._mark = state.global_step, time.perf_counter()

@@ -1,15 +1,15 @@
-"""From a finished stage to what other people load: a plain Hugging Face checkpoint with a card, and the adapter."""
+"""The published result of a training: a plain Hugging Face checkpoint with a model card, and the adapter."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import transformers
 import yaml
+from jinja2 import Template
 from safetensors.torch import load_file, save_file
 
 import mars
@@ -18,47 +18,6 @@ from mars.models import Checkpoint, Settings, load_checkpoint
 from mars.models.loading import ADAPTER_FILE
 from mars.models.saving import save_checkpoint
 from mars.training.recipe import Recipe
-
-CARD = """---
-{front}---
-
-# {name}
-
-{about}
-## Measured
-
-On chats held out from the training data, after training; tokens per forward is what `exact` would reach on their
-answers, worked out from the masks' guesses.
-
-{metrics}
-
-## Recipe
-
-```yaml
-{recipe}```
-
-mars-decoding {version}, torch {torch}, transformers {transformers}.
-"""
-ABOUT = """{base} trained with [MARS](https://arxiv.org/abs/2604.07023): mask tokens behind the text predict the tokens
-after the next one, so a forward pass can write several. The architecture is unchanged. Without masks it is an ordinary
-autoregressive model that every engine loads as it is.
-
-```python
-import mars  # pip install mars-decoding
-
-model = mars.load("{name}")
-print(model.generate("Why is the sky blue?", dial="{dial}").text)
-```
-
-Or with plain transformers, which runs the code in `custom_generate/`:
-
-```python
-model.generate(**inputs, custom_generate="{name}", trust_remote_code=True, dial="{dial}")
-```
-
-Block size {block_size}, mask token {mask_token_id}, default dial `{dial}`: under `mars` in `generation_config.json`.
-"""
-ABOUT_AR = "{base}, fine-tuned as an ordinary autoregressive model.\n"
 
 
 def publish(
@@ -101,19 +60,15 @@ def card(recipe: Recipe, settings: Settings | None, metrics: Mapping[str, float]
     """A model card that says what was trained, how, and what was measured."""
     base = Path(recipe.model).name if Path(recipe.model).exists() else recipe.model
     name = recipe.output.resolve().name
-    about = ABOUT_AR.format(base=base)
-    if settings is not None:
-        about = ABOUT.format(base=base, name=name, **asdict(settings))
     front = {"library_name": "transformers", "base_model": base, "tags": ["mars", "multi-token-prediction"]}
-    rows = [f"| {key.removeprefix('eval_').replace('_', ' ')} | {value:.3f} |" for key, value in metrics.items()]
     shown = recipe.model_dump(mode="json", exclude_defaults=True) | {"model": base, "output": name}
-    return CARD.format(
-        front=yaml.safe_dump(front, sort_keys=False),
+    source = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
+    return Template(source, trim_blocks=True, keep_trailing_newline=True).render(
         name=name,
-        about=about,
-        metrics="\n".join(["| measure | value |", "|---|---|", *rows]),
+        base=base,
+        settings=settings,
+        metrics=metrics,
+        front=yaml.safe_dump(front, sort_keys=False),
         recipe=yaml.safe_dump(shown, sort_keys=False),
-        version=mars.__version__,
-        torch=torch.__version__,
-        transformers=transformers.__version__,
+        versions={"mars": mars.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
     )

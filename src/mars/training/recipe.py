@@ -1,4 +1,4 @@
-"""A recipe: everything a training run depends on, in one YAML file."""
+"""Recipes: all options of a training run, read from a YAML file."""
 
 from __future__ import annotations
 
@@ -18,15 +18,11 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-def _a_dial(text: str) -> str:
-    return str(Dial.parse(text))
-
-
 class Data(Section):
     train: list[str] = Field(min_length=1)
     """Files, folders or hub names; see `mars.training.rows`"""
     held_out: Annotated[int, Field(ge=0)] | list[str] = 64
-    """For evaluation: how many chats are kept back, or sources of their own"""
+    """For evaluation: the number of chats that are not trained on, or sources of their own"""
     length: int = Field(default=1024, ge=8)
     """Tokens of a row"""
     packing: bool = True
@@ -39,9 +35,9 @@ class Streams(Section):
     """What the masked stream of a step looks like."""
 
     block_size: BlockSize | Annotated[list[BlockSize], Field(min_length=1)] = 4
-    """Tokens one forward shall predict; a list: drawn anew for every step"""
+    """Tokens that one forward predicts; of a list, one is drawn for every step"""
     anchors: Literal["random", "fixed"] = "random"
-    """``fixed`` is the paper's layout: blocks of ``block_size`` masks tile the answers"""
+    """``fixed`` is the paper's layout: the answers are divided into blocks of ``block_size`` masks"""
     masked: float = Field(default=0.5, gt=0)
     """Masks per clean token, with random anchors"""
 
@@ -58,11 +54,11 @@ class Loss(Section):
     labels: float = Field(default=0.2, ge=0)
     """Cross-entropy of the masks with the text's own tokens"""
     distill: float = Field(default=0.8, ge=0)
-    """Divergence of the masks from what the clean stream predicts in their place, in the same forward"""
+    """KL of the masks to the clean stream's predictions for the same tokens, in the same forward"""
     base: float = Field(default=0.0, ge=0)
-    """Divergence of the clean stream from the untouched base model, which keeps the AR mode where it was"""
+    """KL of the clean stream to the base model, which keeps the one-token mode as it was"""
     decay: float = Field(default=1.0, gt=0, le=1)
-    """Each mask of a group counts this much of the one before it"""
+    """Weight of each mask of a group, relative to the mask before it"""
 
 
 class Stage(Section):
@@ -81,8 +77,8 @@ class Recipe(Section):
     lora: dict[str, Any] | None = None
     """Options of peft's LoraConfig; without it all weights are trained"""
     adapter: Path | None = None
-    """The folder of an adapter to go on from, made with the same ``lora`` options on the same model"""
-    dial: Annotated[str, AfterValidator(_a_dial)] = "exact"
+    """The folder of an adapter to start from, made with the same ``lora`` options on the same model"""
+    dial: Annotated[str, AfterValidator(lambda text: str(Dial.parse(text)))] = "exact"
     """The dial that the finished checkpoint decodes with"""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Of the finished checkpoint's weights"""
@@ -100,7 +96,7 @@ class Recipe(Section):
 
     @property
     def block_size(self) -> int:
-        """The largest block that the recipe trains for; without a MARS stage, the one it is measured with."""
+        """The largest block size of the recipe; without a MARS stage, the one for evaluation."""
         return max((max(each.streams.block_sizes) for each in self.stages if each.stage == "mars"), default=4)
 
     @property
@@ -109,7 +105,7 @@ class Recipe(Section):
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Read a recipe, or say in one sentence what is wrong with it."""
+    """Read a recipe; raises with one sentence that says what is wrong with it."""
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Where chats come from: JSON, JSON Lines and Parquet files, folders of them, and data sets of the Hugging Face hub."""
+"""Chats from JSON, JSON Lines and Parquet files, folders of them, and data sets of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, TextIO, cast
 
+from rich.console import Console
+
 from mars.errors import MarsError
 
 Chat = list[dict[str, str]]
 Convert = Callable[[Mapping[str, Any]], Chat]
 Found = tuple[str, Any]
-"""Where a row stands, and the row itself: a value, or a line of JSON not yet read"""
+"""Where a row is, and the row itself: a value, or a line of JSON that is not parsed yet"""
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".ndjson.gz", ".parquet")
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
@@ -32,12 +34,8 @@ class Row:
     """``data.jsonl:17``, lines counted from 1; ``data.parquet[17]`` or ``owner/name[17]``, rows counted from 0"""
     messages: Chat
     ended: bool = True
-    """False (``"ended": false`` in the row): the last answer was cut off, so its end is nothing to learn from"""
-    category: str | None = None
-    """As Spec-Bench has them"""
-
-
-# --- row formats
+    """False (``"ended": false`` in the row): the last answer was cut off, so its end is not learned"""
+    category: str | None = None  # as in Spec-Bench
 
 
 def to_messages(row: Mapping[str, Any]) -> Chat:
@@ -73,12 +71,12 @@ def _turns(row: Mapping[str, Any]) -> Iterator[dict[str, str]]:
 
 
 def _first(row: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
-    """The value of the first key that has one: tables fill the columns a row does not use with null."""
+    """The value of the first key that has one: tables have null in columns that a row does not use."""
     return next((row[key] for key in keys if row.get(key) is not None), None)
 
 
 def _said(value: Any, role: str | None = None) -> Iterator[dict[str, str]]:
-    """Messages from a list of them, or one from a text if it is known whose ``role`` it is."""
+    """Messages from a list of them, or one from a text if its ``role`` is given."""
     if isinstance(value, str) and role:
         value = [{"role": role, "content": value}]
     if not isinstance(value, list):
@@ -101,7 +99,7 @@ def _message(value: Any) -> dict[str, str]:
 
 
 def _text(content: Any) -> str:
-    """A text, also one given as a list of text parts."""
+    """A text, which may be given as a list of text parts."""
     parts = content if isinstance(content, list) else [content]
     texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     if not all(isinstance(text, str) for text in texts):
@@ -111,7 +109,8 @@ def _text(content: Any) -> str:
     return "".join(texts)
 
 
-# --- sources
+def warn(message: str) -> None:
+    Console(stderr=True).print(message, style="yellow", markup=False, soft_wrap=True)
 
 
 def read_rows(
@@ -119,8 +118,8 @@ def read_rows(
 ) -> Iterator[Row]:
     """Every usable row of a file, a folder or a hub data set (``owner/name`` or ``owner/name:split``).
 
-    A row that cannot be used is told to ``on_bad_row``, which raises to stop there. A source that cannot be read raises
-    ``MarsError``, a missing one before the first row is asked for.
+    For a row that cannot be used, ``on_bad_row`` is called with a message; it may raise. A source that cannot be read
+    raises ``MarsError``, a missing one before the first row is asked for.
     """
     return _usable(_find(source), on_bad_row, convert)
 
@@ -128,24 +127,17 @@ def read_rows(
 def _usable(found: Iterator[Found], on_bad_row: Callable[[str], None], convert: Convert) -> Iterator[Row]:
     for where, row in found:
         try:
-            content = _object(row)
+            content = json.loads(row) if isinstance(row, str) else row
+            if not isinstance(content, Mapping):
+                raise MarsError(f"a row must be a JSON object, not {type(content).__name__}")
             ended, category = content.get("ended") is not False, content.get("category")
             found_row = Row(where, convert(content), ended, category if isinstance(category, str) else None)
         except MarsError as error:
             on_bad_row(f"{where}: {error}")
+        except (ValueError, RecursionError) as error:
+            on_bad_row(f"{where}: not valid JSON: {error}")
         else:
             yield found_row
-
-
-def _object(row: Any) -> Mapping[str, Any]:
-    if isinstance(row, str):
-        try:
-            row = json.loads(row)
-        except (ValueError, RecursionError) as error:
-            raise MarsError(f"not valid JSON: {error}") from None
-    if not isinstance(row, Mapping):
-        raise MarsError(f"a row must be a JSON object, not {type(row).__name__}")
-    return row
 
 
 def _find(source: str | Path) -> Iterator[Found]:
@@ -170,7 +162,11 @@ def _suffixed(path: Path) -> bool:
 
 def _file(path: Path) -> Iterator[Found]:
     try:
-        yield from _parquet(path) if path.suffix.lower() == ".parquet" else _json(path)
+        if path.suffix.lower() == ".parquet":
+            batches = _library("pyarrow.parquet").ParquetFile(path).iter_batches()
+            yield from _numbered(path, chain.from_iterable(batch.to_pylist() for batch in batches))
+        else:
+            yield from _json(path)
     except MarsError:
         raise
     except (OSError, EOFError, zlib.error, ValueError) as error:
@@ -181,18 +177,13 @@ def _json(path: Path) -> Iterator[Found]:
     """An object on each line; a .json file may be one list instead."""
     name = path.name.lower()
     opener = gzip.open if name.endswith(".gz") else open
-    with cast(TextIO, opener(path, "rt", encoding="utf-8-sig")) as file:  # Windows programs put a mark before the text
+    with cast(TextIO, opener(path, "rt", encoding="utf-8-sig")) as file:  # there may be a byte-order mark
         opening = next((line for line in file if line.strip()), "")
         file.seek(0)
         if name.removesuffix(".gz").endswith(".json") and opening.lstrip().startswith("["):
             yield from _numbered(path, json.load(file))
         else:
             yield from ((f"{path}:{number}", line) for number, line in enumerate(file, start=1) if line.strip())
-
-
-def _parquet(path: Path) -> Iterator[Found]:
-    batches = _library("pyarrow.parquet").ParquetFile(path).iter_batches()
-    return _numbered(path, chain.from_iterable(batch.to_pylist() for batch in batches))
 
 
 def _hub(source: str) -> Iterator[Found]:

@@ -1,4 +1,4 @@
-"""`train`: from a recipe to a checkpoint, stage by stage. A run that was cut off goes on where it stopped."""
+"""`train`: runs the stages of a recipe and publishes the checkpoint. A run that was cut off is continued."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from mars.models import Settings, load_checkpoint
 from mars.models.layout import store_by_rows
 from mars.models.loading import brings_adapter
 from mars.models.settings import choose_mask_token
-from mars.training.batches import Collator
+from mars.training.files import write_whole
 from mars.training.objective import Objective, examine
+from mars.training.packing import Collator
 from mars.training.prepare import Prepared, prepare
 from mars.training.publish import publish
 from mars.training.recipe import Recipe, Stage
@@ -32,61 +33,52 @@ from mars.training.trainer import MarsTrainer, arguments, last_checkpoint, rows_
 
 FINISHED = "finished"
 RANK = 32
-PATIENCE = timedelta(days=1)
-"""How long processes wait for the one that reads the data or publishes"""
+PATIENCE = timedelta(days=1)  # how long processes wait for the main one, which reads the data and publishes
 
 
 @dataclass(frozen=True)
-class Pupil:
+class TrainingModel:
     """The model in training."""
 
-    module: nn.Module
-    """What is trained: the language model, or peft's wrapper around it"""
+    module: nn.Module  # what is trained: the language model, or peft's wrapper around it
     language_model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     mask_token: int
-    settings: Settings | None
-    """Of the finished checkpoint; None where no mask is trained"""
+    settings: Settings | None  # of the finished checkpoint; None where no mask is trained
 
 
 def train(recipe: Recipe) -> Path:
-    """Train what the recipe says and return the folder of the finished checkpoint, ``output/model``."""
+    """Train by a recipe; returns the folder of the finished checkpoint, ``output/model``."""
     state = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
     model_folder = recipe.output / "model"
     if model_folder.exists():
         raise MarsError(f"{model_folder} is finished already: remove {recipe.output} or choose another output")
     with state.main_process_first():
-        _claim(recipe, write=state.is_main_process)
-        pupil = load_pupil(recipe)
-        data = prepare(recipe, pupil.tokenizer)
+        stored = recipe.output / "recipe.json"
+        if not stored.exists():
+            if state.is_main_process:
+                recipe.output.mkdir(parents=True, exist_ok=True)
+                write_whole(stored, recipe.model_dump_json(indent=2))
+        elif json.loads(stored.read_text()) != recipe.model_dump(mode="json"):
+            raise MarsError(f"{recipe.output} belongs to another recipe ({stored}): choose another output or remove it")
+        model = load_model(recipe)
+        data = prepare(recipe, model.tokenizer)
     if state.is_main_process:
         print(data.report, file=sys.stderr)
     before = recipe.adapter
     for number, stage in enumerate(recipe.stages, 1):
         folder = recipe.output / f"{number}-{stage.stage}"
-        metrics = _run_stage(recipe, stage, folder, pupil if number == 1 else load_pupil(recipe), before, data)
+        metrics = _run_stage(recipe, stage, folder, model if number == 1 else load_model(recipe), before, data)
         before = folder / FINISHED
     if state.is_main_process:
-        publish(recipe, pupil.settings, folder / FINISHED, model_folder, metrics)
+        publish(recipe, model.settings, folder / FINISHED, model_folder, metrics)
         print(f"The finished checkpoint is in {model_folder}")
     state.wait_for_everyone()
     return model_folder
 
 
-def _claim(recipe: Recipe, *, write: bool) -> None:
-    """Note the recipe in its output folder; another recipe must not go on with this one's checkpoints."""
-    path = recipe.output / "recipe.json"
-    if path.exists():
-        if json.loads(path.read_text()) != recipe.model_dump(mode="json"):
-            raise MarsError(f"{recipe.output} belongs to another recipe ({path}): choose another output or remove it")
-    elif write:
-        recipe.output.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".tmp").write_text(recipe.model_dump_json(indent=2))
-        path.with_suffix(".tmp").rename(path)
-
-
-def load_pupil(recipe: Recipe) -> Pupil:
-    """The model to train, with a mask token; all weights in float32, or frozen ones behind an adapter in bfloat16."""
+def load_model(recipe: Recipe) -> TrainingModel:
+    """The model to train, with a mask token. Weights are float32; under an adapter on a GPU bfloat16, and frozen."""
     if recipe.lora is not None and brings_adapter(recipe.model):
         raise MarsError(f"{recipe.model} brings an adapter: train a new one on its base or on a merged checkpoint")
     dtype = torch.bfloat16 if recipe.lora is not None and torch.cuda.is_available() else torch.float32
@@ -100,11 +92,11 @@ def load_pupil(recipe: Recipe) -> Pupil:
     if recipe.trains_masks:
         settings = Settings(mask, recipe.block_size, recipe.dial)
         settings.write(model.generation_config)
-    return Pupil(_trainable(recipe, model, mask), model, tokenizer, mask, settings)
+    return TrainingModel(_trainable(recipe, model, mask), model, tokenizer, mask, settings)
 
 
 def _trainable(recipe: Recipe, model: PreTrainedModel, mask: int) -> nn.Module:
-    """The model itself, or a LoRA adapter and the mask's row of the embedding on top of it."""
+    """The model itself, or the model with a LoRA adapter and a trainable embedding of the mask token."""
     if recipe.lora is None:
         return model.requires_grad_(True)
     from peft import LoraConfig, get_peft_model
@@ -128,22 +120,22 @@ def _trainable(recipe: Recipe, model: PreTrainedModel, mask: int) -> nn.Module:
 
 
 def _run_stage(
-    recipe: Recipe, stage: Stage, folder: Path, pupil: Pupil, before: Path | None, data: Prepared
+    recipe: Recipe, stage: Stage, folder: Path, model: TrainingModel, before: Path | None, data: Prepared
 ) -> dict[str, float]:
-    """Train a stage, from where the one ``before`` ended; returns what was measured at its end."""
+    """Train a stage from the weights in the folder ``before``; returns the metrics at its end."""
     state, finished = PartialState(), folder / FINISHED
     if finished.exists():
         return json.loads((finished / "metrics.json").read_text())
     with state.main_process_first():
         resume = last_checkpoint(folder, clean=state.is_main_process)
     unfinished = folder / f"{FINISHED}.tmp"
-    with stage_trainer(recipe, stage, folder, pupil, data, before) as trainer:
+    with stage_trainer(recipe, stage, folder, model, data, before) as trainer:
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
         metrics = trainer.evaluate()
         trainer.save_model(str(unfinished))
     if state.is_main_process:
-        pupil.language_model.generation_config.save_pretrained(unfinished)
-        pupil.tokenizer.save_pretrained(unfinished)
+        model.language_model.generation_config.save_pretrained(unfinished)
+        model.tokenizer.save_pretrained(unfinished)
         (unfinished / "metrics.json").write_text(json.dumps(metrics, indent=2))
         unfinished.rename(finished)
         for each in folder.glob("checkpoint-*"):
@@ -154,34 +146,34 @@ def _run_stage(
 
 @contextmanager
 def stage_trainer(
-    recipe: Recipe, stage: Stage, folder: Path, pupil: Pupil, data: Prepared, before: Path | None = None
+    recipe: Recipe, stage: Stage, folder: Path, model: TrainingModel, data: Prepared, before: Path | None = None
 ) -> Iterator[MarsTrainer]:
-    """The trainer of a stage; while it is lent, the model computes the stage's loss."""
+    """The trainer of a stage; inside the context, the model's forward computes the stage's loss."""
     args = arguments(recipe, stage, folder, len(data.train.tokens))
-    objective = _objective(recipe, stage, pupil, args.device)
+    objective = _objective(recipe, stage, model, args.device)
     if before is not None:
-        _restore(pupil.module, before)
+        _restore(model.module, before)
     collator = Collator(
         pack=data.train,
         streams=stage.streams if stage.stage == "mars" else None,
-        mask_token=pupil.mask_token,
+        mask_token=model.mask_token,
         decay=stage.loss.decay,
         seed=recipe.seed,
         rows_per_step=rows_per_step(args),
     )
-    with objective.installed(pupil.language_model):
+    with objective.installed(model.language_model):
         try:
-            trainer = MarsTrainer(pupil.module, args, collator, data.held_out, recipe.block_size)
+            trainer = MarsTrainer(model.module, args, collator, data.held_out, recipe.block_size)
         except (ImportError, RuntimeError, ValueError) as error:
             raise MarsError(f"the trainer options of the recipe are not usable: {error}") from error
         yield trainer
 
 
-def _objective(recipe: Recipe, stage: Stage, pupil: Pupil, device: torch.device) -> Objective:
-    """The stage's loss. It may be anchored to the model before any training: the one without the adapter, or a copy."""
+def _objective(recipe: Recipe, stage: Stage, model: TrainingModel, device: torch.device) -> Objective:
+    """The stage's loss. For the KL to the base, it has the model without the adapter, or a copy of all weights."""
     copied = None
     if stage.loss.base and recipe.lora is None:
-        copied = copy.deepcopy(pupil.language_model).requires_grad_(False).to(device)
+        copied = copy.deepcopy(model.language_model).requires_grad_(False).to(device)
         examine(copied)
 
     @contextmanager
@@ -189,14 +181,14 @@ def _objective(recipe: Recipe, stage: Stage, pupil: Pupil, device: torch.device)
         if copied is not None:
             yield copied
             return
-        with pupil.module.disable_adapter():  # type: ignore[operator]
-            yield pupil.language_model
+        with model.module.disable_adapter():  # type: ignore[operator]
+            yield model.language_model
 
     return Objective(stage.loss, base, flex=device.type == "cuda", compiled=recipe.compile)
 
 
 def _restore(module: nn.Module, finished: Path) -> None:
-    """Put the weights of a finished stage, or of an adapter, into the model."""
+    """Load the weights of a finished stage, or of an adapter, into the model."""
     if hasattr(module, "peft_config"):
         from peft import set_peft_model_state_dict
 

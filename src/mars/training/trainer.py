@@ -1,4 +1,4 @@
-"""transformers' Trainer with both streams: what a step is made of, what is measured, and what survives a kill."""
+"""transformers' Trainer for both streams: its options, the loss, evaluation, and checkpoints of an unfinished run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from mars.errors import MarsError
 from mars.method.streams import PADDING, Pack
-from mars.training.batches import Collator
 from mars.training.evaluation import evaluate
-from mars.training.packing import Schedule
+from mars.training.packing import Collator, Schedule
 from mars.training.progress import Progress
 from mars.training.recipe import Recipe, Stage
 
-COMPLETE = "complete"
-"""Written into a training checkpoint when everything else is there"""
+COMPLETE = "complete"  # the last file of a training checkpoint: with it, the checkpoint is complete
 DEFAULTS: dict[str, Any] = {
     "lr_scheduler_type": "cosine",
     "warmup_steps": 0.03,
@@ -38,13 +36,13 @@ DEFAULTS: dict[str, Any] = {
 OURS = {
     "remove_unused_columns": False,
     "disable_tqdm": True,
-    "logging_nan_inf_filter": False,  # it would wait for the GPU at every step
+    "logging_nan_inf_filter": False,  # it would synchronise with the GPU at every step
     "dataloader_drop_last": False,
 }
 
 
 def arguments(recipe: Recipe, stage: Stage, folder: Path, rows: int) -> TrainingArguments:
-    """TrainingArguments of a stage: our defaults, the recipe's options, the stage's; epochs spelled out as steps."""
+    """TrainingArguments of a stage: our defaults, then the recipe's options, then the stage's. Epochs become steps."""
     defaults = DEFAULTS | {"learning_rate": 1e-4 if recipe.lora is None else 1e-3}
     options = {name: _number(value) for name, value in (defaults | recipe.trainer | stage.trainer).items()}
     _refuse(options)
@@ -62,7 +60,7 @@ def arguments(recipe: Recipe, stage: Stage, folder: Path, rows: int) -> Training
 
 
 def _number(value: Any) -> Any:
-    """YAML takes 1e-4 for a text."""
+    """YAML reads 1e-4 as a text."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -70,7 +68,7 @@ def _number(value: Any) -> Any:
 
 
 def _refuse(options: dict[str, Any]) -> None:
-    """Raise for options that would do something else than they say."""
+    """Raise for options that would not do what they say."""
     fixed = [name for name, value in OURS.items() if options.get(name, value) != value]
     if fixed or options.get("load_best_model_at_end"):
         raise MarsError(f"the trainer option {(*fixed, 'load_best_model_at_end')[0]} cannot be set in a recipe")
@@ -86,7 +84,7 @@ def rows_per_step(args: TrainingArguments) -> int:
 
 
 class MarsTrainer(Trainer):
-    """Trains one stage of a recipe. The model's ``forward`` is an `Objective`."""
+    """Trains one stage of a recipe. The model's ``forward`` must be an `Objective`."""
 
     def __init__(self, model: nn.Module, args: TrainingArguments, collator: Collator, held_out: Pack, block_size: int):
         items = args.max_steps * rows_per_step(args)
@@ -114,7 +112,7 @@ class MarsTrainer(Trainer):
         return terms["loss"]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add the parts of the loss, averaged over all processes since the last time."""
+        """Add the parts of the loss: means over all processes since the last call."""
         if "loss" in logs:
             means = {name: self.accelerator.gather(torch.stack(each)).mean() for name, each in self._terms.items()}
             logs |= {f"{name}_loss": mean.item() for name, mean in means.items()}
@@ -122,7 +120,7 @@ class MarsTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def evaluate(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
-        """Measure the held-out chats; every process measures all of them."""
+        """Evaluate on the held-out chats; every process evaluates all of them."""
         if not len(self._held_out.tokens):
             return {}
         self.model_wrapped.eval()
@@ -151,7 +149,7 @@ class MarsTrainer(Trainer):
 
 
 def last_checkpoint(folder: Path, *, clean: bool) -> Path | None:
-    """The newest complete training checkpoint; what a kill left half-written is removed by whoever is to ``clean``."""
+    """The newest complete training checkpoint. With ``clean``, those that a kill left incomplete are removed."""
     found = sorted(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda each: int(each.name.rpartition("-")[2]))
     for each in found if clean else []:
         if not (each / COMPLETE).exists():

@@ -1,0 +1,62 @@
+"""Answers of the engine to many rendered prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+from mars.api import Model
+from mars.decoding.decoder import check_request
+from mars.decoding.request import Generation, Request
+from mars.errors import MarsError
+from mars.models import Checkpoint
+from mars.training.generator import run
+
+
+def encode(checkpoint: Checkpoint, text: str, room: int) -> list[int]:
+    """Tokens of a rendered prompt; of a long one the last, so that ``room`` new ones fit.
+
+    The tokenizer adds its special tokens unless the text starts with the beginning-of-text token.
+    """
+    begin = checkpoint.tokenizer.bos_token
+    options = {"add_special_tokens": False} if begin and text.startswith(begin) else {}
+    tokens = list(checkpoint.tokenizer.encode(text, **options))
+    if checkpoint.context is None:
+        return tokens
+    if room >= checkpoint.context:
+        raise MarsError(
+            f"{room} new tokens leave no room for a prompt in the {checkpoint.context} that {checkpoint.name} holds: "
+            "ask for fewer"
+        )
+    return tokens[room - checkpoint.context :]
+
+
+def render_chat(
+    checkpoint: Checkpoint, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True, **options: Any
+) -> str:
+    """A chat as text, in the way lm-eval asks for it; ``options`` go to the chat template."""
+    return checkpoint.tokenizer.apply_chat_template(
+        messages,
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=not add_generation_prompt,
+        **options,
+    )
+
+
+def generate(model: Model, requests: Sequence[Request]) -> Generator[tuple[int, Generation], None, None]:
+    """The index and answer of every request as it ends; if the caller stops early, the others are aborted."""
+    for request in requests:
+        check_request(model.checkpoint, request)  # before any is started
+    engine = model.engine(max((request.block_size for request in requests), default=1))
+    with closing(run(engine, requests)) as answers:
+        for index, answer in answers:
+            yield index, answer.generation()
+
+
+def cut(text: str, stops: Sequence[str]) -> str:
+    """The text up to the stop strings."""
+    for stop in filter(None, stops):
+        text = text.split(stop, maxsplit=1)[0]
+    return text

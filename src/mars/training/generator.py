@@ -1,0 +1,76 @@
+"""Many requests through the engine: as soon as one ends, the next one starts."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator
+from itertools import count, islice
+from typing import TypeVar
+
+from mars.decoding.request import Answer, Request
+from mars.engine import Engine, memory_for
+from mars.errors import MarsError
+from mars.method.dials import Dial
+from mars.method.sampling import Sampling
+from mars.models import Checkpoint
+
+Key = TypeVar("Key")
+
+
+def run(engine: Engine, requests: Iterable[Request], ahead: int = 64) -> Generator[tuple[int, Answer], None, None]:
+    """The index and answer of every request as it ends; if the caller stops early, the others are aborted.
+
+    ``ahead`` requests wait in the engine, so that it always has one to start.
+    """
+    source = enumerate(requests)
+    running: list[tuple[int, Answer]] = []
+    try:
+        while True:
+            for index, request in islice(source, max(0, ahead - engine.waiting)):
+                running.append((index, engine.add(request)))
+            if not running:
+                return
+            engine.step()
+            done = [each for each in running if each[1].finish_reason is not None]
+            if done:
+                running = [each for each in running if each[1].finish_reason is None]
+            yield from done
+    finally:
+        for _, answer in running:
+            engine.cancel(answer)
+
+
+class TextGenerator:
+    """Continues texts with the engine: greedily, or at a temperature."""
+
+    def __init__(self, checkpoint: Checkpoint, max_num_seqs: int, length: int, seed: int = 0) -> None:
+        """``length``: most tokens of a text, prompt and answer together."""
+        self.length = length
+        self._max_num_seqs = max_num_seqs
+        self._seeds = count(seed << 32)
+        self._engine = Engine(checkpoint, rows=max_num_seqs, memory=memory_for(checkpoint, max_num_seqs, length))
+        self._dial = Dial("exact" if checkpoint.settings else "one-token")  # both give the same text
+
+    def request(self, prompt: list[int], temperature: float = 0.0, max_new_tokens: int = 256) -> Request:
+        room = self.length - len(prompt)
+        if room < 1:
+            raise MarsError(f"a prompt of {len(prompt)} tokens leaves no room for an answer in {self.length}")
+        return Request(
+            prompt,
+            self._dial,
+            Sampling(temperature, seed=next(self._seeds)),
+            max_new_tokens=min(max_new_tokens, room),
+            block_size=self._engine.block_size,
+        )
+
+    def generate(self, jobs: Iterable[tuple[Key, Request]]) -> Iterator[tuple[Key, list[int], bool]]:
+        """The key of every request as it ends, its text without the end token, and whether it has one."""
+        keys: dict[int, Key] = {}
+
+        def requests() -> Iterator[Request]:
+            for index, (key, request) in enumerate(jobs):
+                keys[index] = key
+                yield request
+
+        for index, answer in run(self._engine, requests(), self._max_num_seqs):
+            ended = answer.finish_reason == "stop"
+            yield keys.pop(index), answer.token_ids[:-1] if ended else answer.token_ids, ended
