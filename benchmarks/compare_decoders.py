@@ -18,11 +18,10 @@ from rich.progress import track
 from rich.table import Table
 
 import mars
-from mars import Generation, Model
-from mars.baselines import block_cache, draft_model, jacobi, sliding_window
-from mars.decoding.decoder import Decoder
-from mars.decoding.request import Request
+from mars import Model, RequestOutput
+from mars.core.request import Request
 from mars.evaluation.provenance import collect
+from mars.reference import Decoder, block_cache, draft_model, jacobi, sliding_window
 
 PROMPTS = [
     "Why is the sky blue?",
@@ -34,11 +33,11 @@ PROMPTS = [
     "Give three tips for sleeping well.",
     "What is the difference between a virus and a bacterium?",
 ]
-Runner = Callable[[Model, list[Request]], list[Generation]]
+Runner = Callable[[Model, list[Request]], list[RequestOutput]]
 
 
 def with_dial(dial: str, window: str = "chain") -> Runner:
-    def run(model: Model, requests: list[Request]) -> list[Generation]:
+    def run(model: Model, requests: list[Request]) -> list[RequestOutput]:
         turned = [model.request(r.prompt, dial=dial, window=window, max_new_tokens=r.max_new_tokens) for r in requests]
         return [Decoder(model.checkpoint, [request]).finish()[0] for request in turned]
 
@@ -48,7 +47,7 @@ def with_dial(dial: str, window: str = "chain") -> Runner:
 def with_threshold(decoder: Runner) -> Runner:
     """Run a baseline under the paper's threshold of 0.95."""
 
-    def run(model: Model, requests: list[Request]) -> list[Generation]:
+    def run(model: Model, requests: list[Request]) -> list[RequestOutput]:
         return decoder(
             model,
             [model.request(r.prompt, dial="threshold=0.95", max_new_tokens=r.max_new_tokens) for r in requests],
@@ -80,12 +79,14 @@ RUNNERS: dict[str, Runner] = {
 }
 
 
-def summary(name: str, answers: list[Generation], seconds: float, reference: list[Generation]) -> dict[str, object]:
-    tokens = sum(answer.tokens for answer in answers)
+def summary(
+    name: str, answers: list[RequestOutput], seconds: float, reference: list[RequestOutput]
+) -> dict[str, object]:
+    tokens = sum(answer.num_tokens for answer in answers)
     return {
         "decoder": name,
         "tokens_per_forward": tokens / sum(answer.forwards for answer in answers),
-        "agreement": sum(answer.agreed for answer in answers) / sum(answer.checked for answer in answers),
+        "agreement": sum(answer.num_agreed for answer in answers) / sum(answer.num_verified for answer in answers),
         "tokens_per_second": tokens / seconds,
         "draft_forwards": sum(answer.draft_forwards for answer in answers),
         "same_text": sum(a.token_ids == b.token_ids for a, b in zip(answers, reference, strict=True)),
@@ -105,7 +106,7 @@ def main() -> None:
     requests = [model.request(prompt, max_new_tokens=options.max_new_tokens) for prompt in prompts]
     model.generate(prompts[0], max_new_tokens=8)  # the first forwards of a process are slow
     rows: list[dict[str, object]] = []
-    reference: list[Generation] = []
+    reference: list[RequestOutput] = []
     for name, run in track(RUNNERS.items(), "Decoding", console=Console(stderr=True)):
         start = time.perf_counter()
         answers = run(model, requests)

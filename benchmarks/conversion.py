@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 import mars
-from mars.decoding.attention import own_attention
-from mars.decoding.request import Generation
+from mars.core.output import RequestOutput
 from mars.evaluation.provenance import collect
 from mars.models import Checkpoint
+from mars.models.attention import own_attention
 from mars.training.rows import read_rows, to_prompt
 
 DIALS = (
@@ -43,14 +43,14 @@ def read_prompts(path: Path, limit: int | None) -> tuple[list[Any], list[str]]:
     return [to_prompt(row) for row in rows], [str(row.get("category", "all")) for row in rows]
 
 
-def decode(model: mars.Model, prompts: Sequence[Any], batch: int, **options: Any) -> list[Generation]:
-    answers: list[Generation] = []
+def decode(model: mars.Model, prompts: Sequence[Any], batch: int, **options: Any) -> list[RequestOutput]:
+    answers: list[RequestOutput] = []
     for start in range(0, len(prompts), batch):
         answers += model.generate(list(prompts[start : start + batch]), **options)
     return answers
 
 
-def summary(answers: Sequence[Generation]) -> dict[str, float]:
+def summary(answers: Sequence[RequestOutput]) -> dict[str, float]:
     tokens, forwards = (sum(getattr(each, name) for each in answers) for name in ("tokens", "forwards"))
     checked, agreed = (sum(getattr(each, name) for each in answers) for name in ("checked", "agreed"))
     return {"tokens": tokens, "tokens_per_forward": tokens / forwards, "agreement": agreed / max(1, checked)}
@@ -91,7 +91,7 @@ def drift(base: mars.Model, model: mars.Model, prompts: Sequence[Any], theirs: A
     """Loss of both models on the base's greedy answers, and of the base on both models' answers."""
     tokens = [base.checkpoint.encode(prompt) for prompt in prompts]
 
-    def per_token(measured: mars.Model, answers: Iterable[Generation]) -> float:
+    def per_token(measured: mars.Model, answers: Iterable[RequestOutput]) -> float:
         total, count = losses(measured.checkpoint, tokens, [each.token_ids for each in answers])
         return total / count
 
@@ -122,13 +122,13 @@ def main() -> None:
     model = mars.load(options.model, adapter=options.adapter, dtype=options.dtype)
     asked = {key: str(value) for key, value in vars(options).items()}
     record: dict[str, Any] = {"options": asked, "requests": len(prompts), "dials": {}}
-    answers: dict[str, list[Generation]] = {}
+    answers: dict[str, list[RequestOutput]] = {}
     for name in options.dials:
         dial, _, window = name.partition(" ")
         arguments = {"block_size": options.block_size} if options.block_size else {}
         arguments |= {"dial": dial, "window": window or "chain", "max_new_tokens": options.max_new_tokens}
         answers[name] = decode(model, prompts, options.batch, **arguments)
-        groups: dict[str, list[Generation]] = defaultdict(list)
+        groups: dict[str, list[RequestOutput]] = defaultdict(list)
         for category, answer in zip(categories, answers[name], strict=True):
             groups[category].append(answer)
         whole = summary(answers[name])

@@ -103,13 +103,12 @@ def main() -> None:
             flush=True,
         )
 
-    model = Model(checkpoint, rows=max(sizes), memory=memory_for(checkpoint, max(sizes), length))
+    model = Model(checkpoint, max_num_seqs=max(sizes), memory=memory_for(checkpoint, max(sizes), length))
     for size in sizes:
         for dial, window in WAYS:
             for _ in range(2):  # the first one captures CUDA graphs
                 asked = prompts(size, module.config.vocab_size)
-                engine = model.engine()
-                engine.pages.release(engine.pages.take(engine.pages.available))
+                model.engine().clear_prefix_cache()
                 answers = model.generate(asked, dial=dial, window=window, max_new_tokens=args.new_tokens)
             note(
                 f"{dial} {window or ''}".strip(),
@@ -125,7 +124,7 @@ def main() -> None:
                 for size in sizes:
                     for _ in range(2):
                         answers = decode(prompts(size, module.config.vocab_size), args.new_tokens).answers
-                    note("vllm", size, step_ms([a.times for a in answers], [a.tokens for a in answers]))
+                    note("vllm", size, step_ms([a.times for a in answers], [a.num_tokens for a in answers]))
     facts = {"shape": args.shape, "provenance": collect(), "bandwidth_bytes_per_second": traffic.bandwidth}
     args.out.write_text(json.dumps(facts | {"rows": rows}, indent=2) + "\n")
 

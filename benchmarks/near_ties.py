@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 import mars
-from mars.decoding.attention import own_attention
 from mars.evaluation.plan import read_prompts
 from mars.evaluation.provenance import collect
 from mars.models import Checkpoint, load_checkpoint
+from mars.models.attention import own_attention
 
 
 @torch.inference_mode()
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    model = mars.load(args.model, dtype=args.dtype, rows=args.batch_size)
+    model = mars.load(args.model, dtype=args.dtype, max_num_seqs=args.batch_size)
     checkpoint, context = model.checkpoint, model.checkpoint.context or 10**9
     encoded = [checkpoint.encode(each) for each in read_prompts(args.prompts)]
     prompts = [each for each in encoded if len(each) + args.max_new_tokens <= context][: args.requests]
@@ -82,7 +82,7 @@ def main() -> None:
         "median_gap_in_float32": median(tie["gap_in_float32"] for tie in ties) if ties else 0.0,
         "median_error": median(tie["error"] for tie in ties) if ties else 0.0,
         "both_among_the_best_two": sum(max(tie["ranks_in_float32"]) <= 1 for tie in ties),
-        "tokens_per_forward": sum(each.tokens for each in exact) / sum(each.forwards for each in exact),
+        "tokens_per_forward": sum(each.num_tokens for each in exact) / sum(each.forwards for each in exact),
     }
     print(json.dumps(facts, indent=2))
     args.out.write_text(json.dumps(facts | {"provenance": collect(), "ties": ties}, indent=2) + "\n")

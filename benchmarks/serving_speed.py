@@ -29,7 +29,8 @@ from rich.table import Table
 from server_process import Lane, ask_all, mars_serve, running, spread
 
 import mars
-from mars.decoding.request import Answer
+from mars.core.sequence import Sequence as EngineSequence
+from mars.engine.run import attach_processor
 from mars.evaluation.plan import PROMPTS, read_prompts
 from mars.evaluation.provenance import collect
 from mars.models import load_checkpoint, save_checkpoint
@@ -41,23 +42,24 @@ def directly(
     model: str, dtype: str | None, first: Sequence[Chat], chats: Sequence[Chat], at_once: int, limit: int
 ) -> dict[str, Any]:
     """The engine, in this process."""
-    loaded = mars.load(model, dtype=dtype, rows=at_once)
+    loaded = mars.load(model, dtype=dtype, max_num_seqs=at_once)
     loaded.warm_up()
     engine = loaded.engine()
 
     def work(chats: Sequence[Chat]) -> tuple[int, float]:
         asked = [loaded.request(chat, dial="exact", max_new_tokens=limit) for chat in chats]
         lanes = [deque(asked[lane::at_once]) for lane in range(at_once)]
-        going: dict[int, Answer] = {}
+        going: dict[int, EngineSequence] = {}
         tokens, started = 0, time.perf_counter()
         while any(lanes) or going:
             for number, lane in enumerate(lanes):
                 if lane and number not in going:
-                    going[number] = engine.add(lane.popleft())
+                    going[number] = engine.add_request(lane.popleft())
+                    attach_processor(engine, going[number])
             engine.step()
-            for number, answer in [each for each in going.items() if each[1].finish_reason]:
-                tokens += len(answer.token_ids)
-                assert answer.text is not None
+            for number, sequence in [each for each in going.items() if each[1].is_finished]:
+                tokens += sequence.output.num_tokens
+                assert sequence.output.text
                 del going[number]
         return tokens, time.perf_counter() - started
 

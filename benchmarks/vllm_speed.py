@@ -40,7 +40,6 @@ from rich.table import Table
 import mars
 from mars.evaluation.plan import PROMPTS, read_prompts
 from mars.evaluation.provenance import collect
-from mars.evaluation.speed import forget_prompts
 from mars.models import Settings, load_checkpoint, save_checkpoint
 
 LEAST = 8
@@ -155,7 +154,7 @@ def open_second_runner(work: Work) -> Variant:
 
 
 def open_engine(work: Work) -> Variant:
-    model = mars.load(work.folder, dtype=work.dtype, rows=work.rows, memory=work.memory)
+    model = mars.load(work.folder, dtype=work.dtype, max_num_seqs=work.rows, memory=work.memory)
 
     @cache
     def engine() -> Any:
@@ -178,7 +177,7 @@ def open_engine(work: Work) -> Variant:
                 going.remove((index, answer))
         return texts, steps
 
-    return Variant(write, forget=lambda: forget_prompts(engine()))
+    return Variant(write, forget=lambda: engine().clear_prefix_cache())
 
 
 VARIANTS: dict[str, Callable[[Work], Variant]] = {

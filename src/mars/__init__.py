@@ -15,8 +15,17 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    *("Dial", "Engine", "MarsError", "Model", "Request", "RequestOutput", "SamplingParams", "Settings", "Stream"),
-    *("load", "run"),
+    "Dial",
+    "Engine",
+    "MarsError",
+    "Model",
+    "Request",
+    "RequestOutput",
+    "SamplingParams",
+    "Settings",
+    "Stream",
+    "load",
+    "run",
 ]
 
 _MODULES = {

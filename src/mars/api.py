@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any, overload
@@ -61,8 +61,8 @@ class Model:
     def warm_up(self, bar: Progress | None = None, num_seqs: int | None = None, *, dials: Sequence[str] = ()) -> None:
         """Prepare the engine for so many requests at once, all that it takes by default.
 
-        On a GPU this compiles and captures its steps, those of ``exact`` and of the ``dials`` named: a minute or two the
-        first time, less from then on. Shown in ``bar`` if one is given.
+        On a GPU this compiles and captures its steps, those of ``exact`` and of the ``dials`` named: a minute or two
+        the first time, less from then on. Shown in ``bar`` if one is given.
         """
         task = None
         for done, total in self.engine().warm_up(num_seqs, dials=[Dial.parse(each) for each in dials]):
@@ -87,7 +87,7 @@ class Model:
         outputs = dict(self.run([self.request(each, **options) for each in prompts]))
         return [outputs[index] for index in range(len(prompts))] if _is_batch(prompt) else outputs[0]
 
-    def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, RequestOutput]]:
+    def run(self, requests: Sequence[Request]) -> Generator[tuple[int, RequestOutput], None, None]:
         """Every request's index and output as it finishes; all requests are validated before the first one runs."""
         for request in requests:
             request.validate(self.checkpoint)
@@ -115,9 +115,9 @@ class Model:
         """Put a prompt and options into a request.
 
         ``dial``: see `mars.method.acceptance`; by default the checkpoint's own. ``window``: ``chain``, ``tree`` or
-        ``tree=N``; by default the fastest for the load. ``block_size``: tokens one forward predicts, by default what the
-        model was trained with. ``min_new_tokens``: no end before so many; ``ignore_end``: no end at all. Further options
-        are those of `SamplingParams`: temperature, top_k, top_p, min_p, seed, …
+        ``tree=N``; by default the fastest for the load. ``block_size``: tokens one forward predicts, by default what
+        the model was trained with. ``min_new_tokens``: no end before so many; ``ignore_end``: no end at all. Further
+        options are those of `SamplingParams`: temperature, top_k, top_p, min_p, seed, …
         """
         if sampling is not None and sampling_options:
             raise MarsError(f"give either sampling or {', '.join(sampling_options)}, not both")

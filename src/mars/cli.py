@@ -19,7 +19,7 @@ from mars.errors import MarsError
 
 if TYPE_CHECKING:
     from mars.api import Model, Stream
-    from mars.decoding.request import Generation
+    from mars.core.output import RequestOutput
 
 COLOURS = ("bright_cyan", "bright_yellow", "bright_green", "bright_magenta")
 DEMO_PROMPTS = (
@@ -31,7 +31,7 @@ DEMO_DIALS = ("one-token", "exact", "threshold=0.9")
 DEMO_TOKENS = 64
 DEFAULT_URL = "http://127.0.0.1:8000"
 CHAT_HELP = "/dial DIAL sets the dial, /system TEXT sets the system prompt, /reset forgets the chat, /exit leaves"
-VLLM_OPTIONS = ("model", "adapter", "dial", "host", "port", "rows", "memory", "api_key", "name")
+VLLM_OPTIONS = ("model", "adapter", "dial", "host", "port", "max_num_seqs", "memory", "api_key", "name")
 """Of ``mars serve``, known to both engines"""
 
 app = typer.Typer(
@@ -243,7 +243,7 @@ def evaluate(
     from mars.evaluation.tables import show
 
     plan = plan_evaluation(**options)
-    loaded = None if score_only else _load(model, adapter, None, dtype, rows=max_num_seqs, memory=memory)
+    loaded = None if score_only else _load(model, adapter, None, dtype, max_num_seqs=max_num_seqs, memory=memory)
     with progress_bar() as bar:
         results = score(plan, bar) if loaded is None else run(loaded, plan, bar)
     show(table(results), names=2)
@@ -274,7 +274,7 @@ def serve(
     floor: Annotated[str | None, Option(help="Loosest dial that may be asked for.")] = None,
     host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535)] = 8000,
-    rows: RowsOption = 64,
+    max_num_seqs: RowsOption = 64,
     memory: MemoryOption = None,
     max_waiting: Annotated[int, Option(help="Requests that may wait; more get a 429.")] = 256,
     max_new_tokens: Annotated[int | None, Option(help="Longest answer allowed.")] = None,
@@ -306,7 +306,7 @@ def serve(
 
 
 def _serve_vllm(context: typer.Context, options: dict[str, Any]) -> int:
-    from mars.method.dials import Dial
+    from mars.method.acceptance import Dial
 
     for name in context.params:
         source = context.get_parameter_source(name)
@@ -321,7 +321,7 @@ def _serve_vllm(context: typer.Context, options: dict[str, Any]) -> int:
 
 
 def _serve(dial: str | None, floor: str | None, target_token: float, target_wait: float, **options: Any) -> None:
-    from mars.method.dials import Dial
+    from mars.method.acceptance import Dial
 
     try:
         from mars.serving.governor import Target
@@ -350,7 +350,7 @@ def set_dial(
     key: Annotated[str | None, Option("--key", envvar="MARS_ADMIN_KEY", help="The server's admin key.")] = None,
 ) -> None:
     """Show or set the dial of a running server, or of several."""
-    from mars.method.dials import Dial
+    from mars.method.acceptance import Dial
     from mars.serving.remote import dials_of
 
     urls = url or [DEFAULT_URL]
@@ -389,14 +389,14 @@ def demo() -> None:
         console.print(table)
 
 
-def coloured(answer: Generation) -> Text:
+def coloured(answer: RequestOutput) -> Text:
     """The text with every forward's tokens in one colour."""
     return Text.assemble(*((piece, COLOURS[step % len(COLOURS)]) for step, piece in enumerate(answer.pieces)))
 
 
-def _summary(answer: Generation) -> str:
+def _summary(answer: RequestOutput) -> str:
     return (
-        f"{answer.tokens} tokens in {answer.forwards} forwards: {answer.tokens_per_forward:.2f} per forward, "
+        f"{answer.num_tokens} tokens in {answer.forwards} forwards: {answer.tokens_per_forward:.2f} per forward, "
         f"{answer.tokens_per_second:.1f} per second, agreement {answer.agreement:.2f}, dial {answer.dial}"
     )
 
@@ -425,7 +425,7 @@ def _warm(model: Model) -> Model:
     """Warm a GPU up for one request at a time."""
     if model.checkpoint.device.type == "cuda":
         with Console(stderr=True).status("Warming up, which takes a minute the first time …"):
-            model.warm_up(rows=1)
+            model.warm_up(num_seqs=1)
     return model
 
 

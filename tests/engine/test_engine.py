@@ -16,18 +16,18 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from mars import MarsError, SamplingParams
-from mars.models.attention import own_attention
-from mars.reference import Decoder
 from mars.core.grammar import lark_grammar
 from mars.core.output import RequestOutput
 from mars.core.request import Request
 from mars.core.sequence import Sequence
 from mars.engine import Engine, QueueFullError, run
-from mars.engine.run import attach_processor, stop_found
 from mars.engine.cache import layer_shapes
+from mars.engine.run import attach_processor, stop_found
 from mars.method.acceptance import Dial
 from mars.method.windows import Window, parse_window
 from mars.models import Checkpoint
+from mars.models.attention import own_attention
+from mars.reference import Decoder
 from tests.conftest import END, FAMILIES, MASK, tiny_checkpoint
 
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
@@ -395,7 +395,9 @@ def test_grammars_that_cannot_be_followed_are_refused() -> None:
 @pytest.mark.parametrize("dial", ["one-token", "exact", "relaxed=0.2"])
 def test_logprobs_are_the_models_own(dial: str) -> None:
     """Log-probabilities of all tokens that were emitted, as one forward over the finished text gives them."""
-    request = ask(dial=dial, length=25, logprobs=3, sampling=SamplingParams(temperature=0.8, logit_bias={2: 1.0}, seed=5))
+    request = ask(
+        dial=dial, length=25, logprobs=3, sampling=SamplingParams(temperature=0.8, logit_bias={2: 1.0}, seed=5)
+    )
     mine = engine()
     answer = finish(mine, [request, ask(4, dial="threshold=0.3")])[0]
     module = checkpoint().module

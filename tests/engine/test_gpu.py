@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from mars import SamplingParams
-from mars.reference import Decoder
 from mars.core.grammar import lark_grammar
 from mars.core.request import Request
 from mars.engine import Engine, run
@@ -19,6 +18,7 @@ from mars.method.acceptance import Dial
 from mars.method.sampling import gumbel
 from mars.method.windows import Window
 from mars.models import Checkpoint
+from mars.reference import Decoder
 from tests.conftest import FAMILIES, tiny_checkpoint
 
 pytestmark = [
@@ -119,7 +119,9 @@ def test_grammars_are_followed_though_the_device_works_ahead() -> None:
         for index, (prompt, dial) in enumerate(zip(PROMPTS[:6], ["exact", "exact", "one-token"] * 2, strict=True))
     ]
     expected = [Decoder(tiny_checkpoint("llama"), [each]).finish()[0].token_ids for each in requests]
-    assert texts(Engine(on_gpu(tiny_checkpoint("llama")), max_num_seqs=8, memory=2**24, cost=wide), requests) == expected
+    assert (
+        texts(Engine(on_gpu(tiny_checkpoint("llama")), max_num_seqs=8, memory=2**24, cost=wide), requests) == expected
+    )
 
 
 def test_a_step_waits_for_the_device_at_most_once() -> None:

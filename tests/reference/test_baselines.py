@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from mars import MarsError
-from mars.reference import Decoder, block_cache, draft_model, jacobi, sliding_window
 from mars.core.output import RequestOutput
 from mars.core.request import Request
 from mars.method.acceptance import Dial
 from mars.method.sampling import SamplingParams
 from mars.models import Checkpoint
+from mars.reference import Decoder, block_cache, draft_model, jacobi, sliding_window
 from tests.conftest import tiny_checkpoint
 from tests.reference.test_exactness import prompts
 

@@ -10,10 +10,10 @@ import torch
 
 import mars
 from mars import Dial, MarsError, SamplingParams
-from mars.models.attention import own_attention
-from mars.reference import Decoder, cache
 from mars.core.request import Request
 from mars.models import Checkpoint
+from mars.models.attention import own_attention
+from mars.reference import Decoder, cache
 from tests.conftest import END, MASK, tiny_checkpoint
 from tests.reference.test_exactness import prompts, transformers_greedy
 
@@ -256,7 +256,9 @@ def test_a_model_that_goes_its_own_way_is_noticed() -> None:
 
 
 def test_memory_does_not_grow_with_steps(checkpoint: Checkpoint) -> None:
-    decoder = Decoder(checkpoint, [request([1, 2, 3], sampling=SamplingParams(logit_bias={END: -100.0}), max_new_tokens=200)])
+    decoder = Decoder(
+        checkpoint, [request([1, 2, 3], sampling=SamplingParams(logit_bias={END: -100.0}), max_new_tokens=200)]
+    )
 
     def allocated() -> int:
         tensors = [t for pair in decoder._cache._layers.values() for t in pair]
@@ -273,7 +275,9 @@ def test_memory_does_not_grow_with_steps(checkpoint: Checkpoint) -> None:
 
 def test_the_context_limits_the_answer(checkpoint: Checkpoint) -> None:
     long = [1] * 250
-    answer = answers(checkpoint, [request(long, max_new_tokens=100, sampling=SamplingParams(logit_bias={END: -100.0}))])[0]
+    answer = answers(
+        checkpoint, [request(long, max_new_tokens=100, sampling=SamplingParams(logit_bias={END: -100.0}))]
+    )[0]
     assert (answer.num_tokens, answer.finish_reason) == (6, "length")
     with pytest.raises(MarsError, match="256 tokens, but llama holds 256"):
         Decoder(checkpoint, [request([1] * 256)])

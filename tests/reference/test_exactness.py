@@ -7,13 +7,13 @@ import random
 import pytest
 import torch
 
-from mars.models.attention import own_attention
-from mars.reference import Decoder
 from mars.core.output import RequestOutput
 from mars.core.request import Request
 from mars.method.acceptance import Dial
 from mars.method.windows import parse_window
 from mars.models import Checkpoint
+from mars.models.attention import own_attention
+from mars.reference import Decoder
 from tests.conftest import END, FAMILIES, MASK, tiny_checkpoint
 
 NEW_TOKENS = 24

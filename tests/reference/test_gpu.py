@@ -11,11 +11,11 @@ import torch
 
 import mars
 from mars import SamplingParams
-from mars.reference import Decoder
 from mars.core.request import Request
 from mars.method.acceptance import Dial
 from mars.method.windows import parse_window
 from mars.models import Checkpoint
+from mars.reference import Decoder
 from tests.conftest import END, FAMILIES, tiny_checkpoint
 from tests.reference.test_exactness import QUESTIONS, decode, prompts
 

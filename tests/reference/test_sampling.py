@@ -9,8 +9,6 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from mars.models.attention import own_attention
-from mars.reference import Decoder
 from mars.core.request import Request
 from mars.method import acceptance
 from mars.method import sampling as sampling_module
@@ -18,6 +16,8 @@ from mars.method.acceptance import Dial
 from mars.method.sampling import SamplingParams, SamplingTensors
 from mars.method.windows import parse_window
 from mars.models import Checkpoint, Settings
+from mars.models.attention import own_attention
+from mars.reference import Decoder
 from tests.conftest import tiny_checkpoint, tiny_tokenizer
 
 VOCABULARY, MASK = 5, 4
@@ -103,7 +103,9 @@ def test_with_one_seed_exact_draws_what_one_token_draws(sampling: dict, window: 
     tiny = tiny_checkpoint("llama")
     requests = [
         [
-            Request([1, 2, 3, row], Dial(kind), SamplingParams(seed=row, **sampling), 60, (), 4, parse_window(window, 4))
+            Request(
+                [1, 2, 3, row], Dial(kind), SamplingParams(seed=row, **sampling), 60, (), 4, parse_window(window, 4)
+            )
             for row in range(8)
         ]
         for kind in ("one-token", "exact")

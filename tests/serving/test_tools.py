@@ -6,10 +6,10 @@ import json
 import re
 
 import pytest
+from mars.decoding.grammar import Lexicon
 from transformers import PreTrainedTokenizerBase
 
 from mars import MarsError
-from mars.decoding.grammar import Lexicon
 from mars.serving.tools import Style, Toolbox
 from tests.conftest import tiny_tokenizer
 

@@ -244,6 +244,9 @@ class Engine:
                 steps |= {} if dial.verifies else {(chain, features): None}
         return list(steps)
 
+    def clear_prefix_cache(self) -> None:
+        self.scheduler.pages.clear_prefix_cache()
+
     def check(self) -> None:
         """Raise if a page of the cache or a slot is lost."""
         self.scheduler.check()

@@ -10,20 +10,19 @@ from mars.core.request import Request
 from mars.core.sequence import Sequence
 from mars.engine.engine import Engine
 
-AHEAD = 64
-"""Requests that wait in the engine, so that it is never short of them"""
 
-
-def run(engine: Engine, requests: Iterable[Request]) -> Generator[tuple[int, RequestOutput], None, None]:
+def run(
+    engine: Engine, requests: Iterable[Request], max_waiting: int = 64
+) -> Generator[tuple[int, RequestOutput], None, None]:
     """Every request's index and output as it finishes; those that have not are aborted when the caller stops early.
 
-    Requests are taken from their source as the engine gets to them.
+    Requests are taken from their source as the engine gets to them: ``max_waiting`` are queued.
     """
     source = enumerate(requests)
     running: dict[Sequence, int] = {}
     try:
         while True:
-            for index, request in islice(source, max(0, AHEAD - engine.num_waiting)):
+            for index, request in islice(source, max(0, max_waiting - engine.num_waiting)):
                 sequence = engine.add_request(request)
                 attach_processor(engine, sequence)
                 running[sequence] = index

@@ -71,7 +71,9 @@ class _Bench:
 
     def dials(self) -> None:
         largest = max(self._plan.batch_sizes)
-        model = Model(self._checkpoint, rows=largest, memory=memory_for(self._checkpoint, largest, self._length))
+        model = Model(
+            self._checkpoint, max_num_seqs=largest, memory=memory_for(self._checkpoint, largest, self._length)
+        )
         if self._plan.engine == "vllm":
             options = {"speculative_config": PLUGIN}
             with load_vllm(self._checkpoint, self._source, largest, self._length, **options) as llm:

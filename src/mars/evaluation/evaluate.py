@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,22 +25,22 @@ from typing import Any
 from rich.progress import Progress
 
 from mars.api import Model
-from mars.decoding.request import Generation, Request
+from mars.core.output import RequestOutput
+from mars.core.request import Request
 from mars.errors import MarsError
-from mars.evaluation import generate, sandbox, vllm
+from mars.evaluation import prompts, sandbox, vllm
 from mars.evaluation.benchmarks import BENCHMARKS
 from mars.evaluation.plan import Engine, check_counts, check_dials, list_of, source_of, split_dial
 from mars.evaluation.provenance import collect, fingerprint
-from mars.evaluation.speed import forget_prompts
 from mars.evaluation.statistics import paired, wilson
 from mars.evaluation.tables import Lines, cell, markdown
 from mars.evaluation.tasks import Chat, Exam, Item, open_exam
-from mars.method.windows import Shape
+from mars.method.windows import parse_window
 from mars.models import Checkpoint
 from mars.training.files import open_lines, read_lines, write_whole
 
 EXAMPLES = 3  # items of each task whose answers are kept with the text of every forward, for a report
-Generate = Callable[[Sequence[Request]], Generator[tuple[int, Generation], None, None]]
+Generate = Callable[[Sequence[Request]], Iterator[tuple[int, RequestOutput]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def evaluate(model: Model, plan: EvalPlan, bar: Progress) -> dict[str, Any]:
     folder = _Folder(plan)
     folder.assign_to(model.checkpoint)
     can_chat = model.checkpoint.tokenizer.chat_template
-    exams = plan.exams(partial(generate.render_chat, model.checkpoint) if can_chat else None)
+    exams = plan.exams(partial(prompts.render_chat, model.checkpoint) if can_chat else None)
     todo = [(exam, dial, folder.missing(exam, dial)) for exam in exams for dial in plan.dials]
     if any(missing for *_, missing in todo):
         with _open_engine(model, plan, bar) as run:
@@ -125,9 +125,9 @@ def _open_engine(model: Model, plan: EvalPlan, bar: Progress) -> Iterator[Genera
     if plan.engine == "mars":
         model.warm_up(bar, dials=[split_dial(each)[0] for each in plan.dials])
 
-        def run(requests: Sequence[Request]) -> Generator[tuple[int, Generation], None, None]:
-            forget_prompts(model.engine(requests[0].block_size))
-            return generate.generate(model, requests)
+        def run(requests: Sequence[Request]) -> Generator[tuple[int, RequestOutput], None, None]:
+            model.engine(requests[0].block_size).clear_prefix_cache()
+            return model.run(requests)
 
         yield run
         return
@@ -227,7 +227,7 @@ class _Folder:
                     kept = _kept(items[index], answer, model, with_pieces=items[index] in exam.items[:EXAMPLES])
                     file.write(json.dumps(kept, ensure_ascii=False) + "\n")
                     file.flush()
-                    count, tokens = count + 1, tokens + answer.tokens
+                    count, tokens = count + 1, tokens + answer.num_tokens
                     yield
         finally:
             facts = {"task": exam.name, "dial": dial, "answers": count, "tokens": tokens}
@@ -268,12 +268,12 @@ class _Folder:
         setting, window = split_dial(dial)
         trained = model.settings.block_size if model.settings else 1
         return Request(
-            prompt=generate.encode(model.checkpoint, item.prompt, plan.max_new_tokens),
+            prompt=prompts.encode(model.checkpoint, item.prompt, plan.max_new_tokens),
             dial=model.dial(setting),
             max_new_tokens=plan.max_new_tokens,
             stop=item.stop,
             block_size=plan.block_size or trained,
-            shape=None if window is None else Shape.parse(window),
+            mask_groups=None if window is None else parse_window(window, plan.block_size or trained),
         )
 
     def _answers(self, task: str, dial: str) -> dict[str, dict[str, Any]]:
@@ -284,17 +284,17 @@ class _Folder:
         return self._out / kind / f"{task}.{dial.replace(' ', '-')}.jsonl"
 
 
-def _kept(item: Item, answer: Generation, model: Model, with_pieces: bool) -> dict[str, Any]:
+def _kept(item: Item, answer: RequestOutput, model: Model, with_pieces: bool) -> dict[str, Any]:
     text = model.checkpoint.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
     kept = {
         "item": item.id,
         "asked": _hash(item),
         "row": item.row,
-        "text": generate.cut(text, item.stop),
-        "tokens": answer.tokens,
+        "text": prompts.cut(text, item.stop),
+        "tokens": answer.num_tokens,
         "forwards": answer.forwards,
-        "checked": answer.checked,
-        "agreed": answer.agreed,
+        "checked": answer.num_verified,
+        "agreed": answer.num_agreed,
         "finish_reason": answer.finish_reason,
     }
     return kept | ({"pieces": answer.pieces} if with_pieces else {})

@@ -16,13 +16,13 @@ from jinja2 import TemplateError
 from tqdm import tqdm
 
 from mars.api import load
-from mars.decoding.attention import own_attention
-from mars.decoding.request import Request
+from mars.core.request import Request
 from mars.errors import MarsError
-from mars.evaluation.generate import cut, encode, generate, render_chat
-from mars.method.dials import Dial
-from mars.method.sampling import Sampling
-from mars.method.windows import Shape
+from mars.evaluation.prompts import cut, encode, render_chat
+from mars.method.acceptance import Dial
+from mars.method.sampling import SamplingParams
+from mars.method.windows import parse_window
+from mars.models.attention import own_attention
 from mars.models.builtin import NAME as DEFAULT_MODEL
 
 try:  # lm_eval.models fills the registry, but only while it is empty: import it before ours is added
@@ -84,12 +84,13 @@ class MarsLM(TemplateLM):
         for name, value in {"rows": rows, "block_size": block_size, "max_length": max_length}.items():
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise MarsError(f"{name} must be a whole number above 0, not {value!r}")
-        shape = None if window is None else Shape.parse(str(window))
+        if window is not None:
+            parse_window(str(window), 1)
         if dial is not None:
             Dial.parse(dial)  # a typing mistake should not cost a download
-        self._model = load(pretrained, adapter=adapter, device=_device(device), dtype=dtype, rows=rows)
+        self._model = load(pretrained, adapter=adapter, device=_device(device), dtype=dtype, max_num_seqs=rows)
         self._checkpoint = self._model.checkpoint
-        self._options: dict[str, Any] = {"dial": self._model.dial(dial), "window": shape, "block_size": block_size}
+        self._options: dict[str, Any] = {"dial": self._model.dial(dial), "window": window, "block_size": block_size}
         self._rows = rows
         self._template_options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._device = self._checkpoint.device
@@ -136,12 +137,12 @@ class MarsLM(TemplateLM):
         texts = [""] * len(requests)
         with (
             tqdm(total=len(requests), desc="Running generate_until requests", disable=disable_tqdm) as bar,
-            closing(generate(self._model, [request for request, _ in asked])) as answers,
+            closing(self._model.run([request for request, _ in asked])) as answers,
         ):
             for index, answer in answers:
                 text = cut(self.tokenizer.decode(answer.token_ids, skip_special_tokens=True), asked[index][1])
                 self.cache_hook.add_partial("generate_until", requests[index].args, text)
-                self._tokens += answer.tokens
+                self._tokens += answer.num_tokens
                 self._forwards += answer.forwards
                 texts[index] = text
                 bar.update()
@@ -164,7 +165,7 @@ class MarsLM(TemplateLM):
         )
         return request, stops
 
-    def _sampling(self, options: dict[str, Any]) -> Sampling:
+    def _sampling(self, options: dict[str, Any]) -> SamplingParams:
         """The task's sampling options, else the checkpoint's own. lm-eval has seeded torch."""
         del options["do_sample"]
         if options.get("num_beams") == 1:
@@ -175,7 +176,7 @@ class MarsLM(TemplateLM):
         own = {name: getattr(config, name, None) for name in SAMPLING[1:]}
         chosen = {name: value for name, value in (own | options).items() if value is not None}
         try:
-            return Sampling(**chosen, seed=int(torch.randint(2**62, ())))
+            return SamplingParams(**chosen, seed=int(torch.randint(2**62, ())))
         except TypeError:
             raise MarsError(f"generation options must be numbers, not {chosen}") from None
 

@@ -13,15 +13,15 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from mars.api import Model
-from mars.baselines import block_cache, sliding_window
-from mars.decoding.attention import own_attention
-from mars.decoding.decoder import require_masks
-from mars.decoding.request import Generation, Request
+from mars.core.output import Emission, RequestOutput
+from mars.core.request import Request, require_masks
 from mars.errors import MarsError
 from mars.evaluation.speed import Decode, Decoder, Round
 from mars.evaluation.vllm import import_vllm, load_vllm
 from mars.method.acceptance import Dial
 from mars.models import Checkpoint
+from mars.models.attention import own_attention
+from mars.reference import block_cache, sliding_window
 
 KNOWN = "transformers, vllm, block-cache=16 (any block size) or sliding-window"
 PAPER_DIAL = "threshold=0.95"
@@ -102,19 +102,13 @@ def _transformers(checkpoint: Checkpoint, prompts: Sequence[list[int]], max_new_
     return Round(answers, len(times))
 
 
-def _answer(checkpoint: Checkpoint, tokens: list[int], times: list[float], checked: int = 0) -> Generation:
+def _answer(checkpoint: Checkpoint, tokens: list[int], times: list[float], checked: int = 0) -> RequestOutput:
     """An answer of one token per forward; ``checked`` tokens are known to be the model's own greedy ones."""
-    return Generation(
-        text="",
-        token_ids=tokens,
-        finish_reason="stop" if tokens[-1] in checkpoint.end_tokens else "length",
-        dial="one-token",
-        steps=[1] * len(tokens),
-        checked=checked,
-        agreed=checked,
-        seconds=times[-1] if times else 0.0,
-        times=times,
-    )
+    output = RequestOutput(dial="one-token")
+    output.add(*(Emission([token], [True] * (index < checked), []) for index, token in enumerate(tokens)))
+    output.finish("stop" if tokens[-1] in checkpoint.end_tokens else "length")
+    output.times, output.seconds = times, times[-1] if times else 0.0
+    return output
 
 
 @contextmanager
@@ -153,7 +147,7 @@ def _block_cache(checkpoint: Checkpoint, size: int, prompts: Sequence[list[int]]
 
 def _sliding_window(checkpoint: Checkpoint, prompts: Sequence[list[int]], max_new_tokens: int) -> Round:
     """One request after another; the time a request waits for the others counts."""
-    answers: list[Generation] = []
+    answers: list[RequestOutput] = []
     started = time.perf_counter()
     for request in _paper_requests(checkpoint, prompts, max_new_tokens):
         waited = time.perf_counter() - started

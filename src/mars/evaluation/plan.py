@@ -11,7 +11,7 @@ from mars.errors import MarsError
 from mars.evaluation.peers import check_peer
 from mars.evaluation.vllm import import_vllm
 from mars.method.acceptance import Dial
-from mars.method.windows import Shape
+from mars.method.windows import parse_window
 from mars.models import Checkpoint
 from mars.models.loading import is_put_together
 from mars.models.prompts import Prompt
@@ -146,7 +146,7 @@ def split_dial(text: str) -> tuple[str, str | None]:
     dial, _, window = text.partition(" ")
     Dial.parse(dial)
     if window:
-        Shape.parse(window)
+        parse_window(window, 1)
     return dial, window or None
 
 

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from mars.api import Model
-from mars.decoding.request import Generation
-from mars.engine import Engine
+from mars.core.output import RequestOutput
 from mars.engine.cache import layer_shapes
-from mars.engine.choice import Acceptance
+from mars.engine.policy import Acceptance
 from mars.evaluation import vllm
 from mars.models.checkpoint import Checkpoint
 
@@ -29,7 +28,7 @@ COPIES = 5
 class Round:
     """Prompts that were answered at once."""
 
-    answers: list[Generation]
+    answers: list[RequestOutput]
     forwards: int | None = None  # of the whole batch; None: unknown
     window_tokens: int | None = None  # sum of the widths of these forwards' windows
 
@@ -57,7 +56,7 @@ class Run(Round):
 
     @property
     def tokens(self) -> int:
-        return sum(answer.tokens for answer in self.answers)
+        return sum(answer.num_tokens for answer in self.answers)
 
     @property
     def tokens_per_second(self) -> float:
@@ -67,13 +66,13 @@ class Run(Round):
 def with_dial(model: Model, dial: str, window: str | None) -> Decoder:
     """The engine with one setting of the dial, without prompts and acceptance statistics of earlier rounds."""
     engine = model.engine()
-    engine.acceptance = Acceptance(engine.block_size - 1)
+    engine.policy.acceptance = Acceptance(engine.block_size - 1)
 
     def decode(prompts: Sequence[list[int]], max_new_tokens: int) -> Round:
-        forget_prompts(engine)
-        forwards, places = engine.steps, engine.places
+        engine.clear_prefix_cache()
+        forwards, fed = engine.num_steps, engine.num_fed
         answers = model.generate(list(prompts), dial=dial, window=window, max_new_tokens=max_new_tokens)
-        return Round(answers, engine.steps - forwards, engine.places - places)
+        return Round(answers, engine.num_steps - forwards, engine.num_fed - fed)
 
     return Decoder({"dial": dial, "window": window or "auto"}, decode, model.checkpoint.device)
 
@@ -87,11 +86,6 @@ def with_vllm(llm: Any, model: Model, dial: str) -> Decoder:
         return Round([answers[index] for index in range(len(requests))])
 
     return Decoder({"dial": dial, "window": "chain"}, decode, device=None)
-
-
-def forget_prompts(engine: Engine) -> None:
-    """Empty the prefix cache: taking all pages evicts what they hold."""
-    engine.pages.release(engine.pages.take(engine.pages.available))
 
 
 def measure(
@@ -193,9 +187,9 @@ def _peak_memory(device: torch.device | None) -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _seconds_per_token(answer: Generation) -> float | None:
+def _seconds_per_token(answer: RequestOutput) -> float | None:
     """The mean over the tokens after the first forward's."""
-    later = answer.tokens - answer.steps[0]
+    later = answer.num_tokens - answer.steps[0]
     return (answer.times[-1] - answer.times[0]) / later if answer.times and later else None
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
+from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mars.decoding.decoder import check_request
-from mars.decoding.request import Answer, Generation, Request
+from mars.core.output import OutputProcessor, RequestOutput
+from mars.core.request import Request
+from mars.core.sequence import Sequence
 from mars.errors import MarsError
 from mars.models import Checkpoint, save_checkpoint
 
@@ -59,37 +61,39 @@ def load_vllm(
 
 
 def generate(
-    llm: Any, checkpoint: Checkpoint, requests: Sequence[Request]
-) -> Generator[tuple[int, Generation], None, None]:
+    llm: Any, checkpoint: Checkpoint, requests: SequenceOf[Request]
+) -> Generator[tuple[int, RequestOutput], None, None]:
     """The index and answer of every request as it ends, greedily. The plugin applies their dials, with a chain."""
     vllm = import_vllm()
-    engine, running = llm.llm_engine, dict[str, tuple[int, Answer]]()
+    engine, running = llm.llm_engine, dict[str, tuple[int, Sequence]]()
     try:
         for index, request in enumerate(requests):
-            check_request(checkpoint, request)
-            if request.shape is not None:
-                raise MarsError(f"the window {request.shape} is not known to vLLM: leave it out")
-            answer = Answer(request, checkpoint.tokenizer, checkpoint.end_tokens, checkpoint.context)
+            if request.mask_groups is not None:
+                raise MarsError("windows are not known to vLLM: leave them out")
+            sequence = Sequence.of(request, checkpoint)
+            OutputProcessor(sequence.output, checkpoint.tokenizer, sequence.end_tokens, request.stop)
             sampling = vllm.SamplingParams(
                 temperature=0.0,
-                max_tokens=answer.limit,
+                max_tokens=sequence.max_tokens,
                 stop=list(request.stop),
                 stop_token_ids=sorted(checkpoint.end_tokens),
                 output_kind=vllm.sampling_params.RequestOutputKind.DELTA,
                 extra_args={"dial": str(request.dial)},
             )
             engine.add_request(str(index), {"prompt_token_ids": list(request.prompt)}, sampling)
-            running[str(index)] = index, answer
+            running[str(index)] = index, sequence
         while running:
             for each in engine.step():
-                index, answer = running[each.request_id]
-                said = each.outputs[0]
-                if said.token_ids and answer.finish_reason is None:
-                    answer.emit(said.token_ids)
+                index, sequence = running[each.request_id]
+                new, output = each.outputs[0], sequence.output
+                if new.token_ids and not sequence.is_finished:
+                    sequence.emit(list(new.token_ids), [])
+                if output.processor is not None:
+                    output.processor.update()
                 if each.finished:
                     del running[each.request_id]
-                    if answer.finish_reason is None:
-                        answer.cancel(said.finish_reason)
-                    yield index, answer.generation()
+                    if not sequence.is_finished:
+                        output.finish(new.finish_reason)
+                    yield index, output
     finally:
         engine.abort_request(list(running))

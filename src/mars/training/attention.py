@@ -16,26 +16,26 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from mars.decoding.attention import spelled_out
 from mars.errors import MarsError
-from mars.method.streams import Sight, dense_visibility, sees
+from mars.method.visibility import Visibility, sees, visibility_table
+from mars.models.attention import explicit_attention
 
 NAME = "mars_streams"
 StreamMask = Tensor | BlockMask
 
 
-def stream_masks(sight: Sight, windows: Iterable[int | None], *, flex: bool) -> dict[int | None, StreamMask]:
+def stream_masks(visibility: Visibility, windows: Iterable[int | None], *, flex: bool) -> dict[int | None, StreamMask]:
     """The visibility rule as a mask, for each sliding window of the model."""
     if flex:
-        return {window: _block_mask(sight, window) for window in windows}
-    return {window: dense_visibility(sight, window)[:, None] for window in windows}
+        return {window: _block_mask(visibility, window) for window in windows}
+    return {window: visibility_table(visibility, visibility, window)[:, None] for window in windows}
 
 
-def _block_mask(sight: Sight, sliding: int | None) -> BlockMask:
+def _block_mask(visibility: Visibility, sliding: int | None) -> BlockMask:
     def visible(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return sees(sight.at(row, query), sight.at(row, key), sliding)
+        return sees(visibility.at(row, query), visibility.at(row, key), sliding)
 
-    (rows, length), device = sight.place.shape, sight.place.device
+    (rows, length), device = visibility.position.shape, visibility.position.device
     build = compiled(create_block_mask) if device.type == "cuda" else create_block_mask
     return build(visible, rows, None, length, length, device=str(device))
 
@@ -70,7 +70,7 @@ def attend(
         if softcap is None and sinks is None:
             out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
         else:
-            out = spelled_out(query, key, value, mask, scaling or query.shape[-1] ** -0.5, softcap, sinks)
+            out = explicit_attention(query, key, value, mask, scaling or query.shape[-1] ** -0.5, softcap, sinks)
     return out.transpose(1, 2).contiguous(), None
 
 

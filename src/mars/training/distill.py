@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mars.decoding.request import Request
+from mars.core.request import Request
 from mars.errors import MarsError
 from mars.models import Checkpoint
 from mars.training.files import open_lines, read_lines

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mars.method.streams import IGNORED, PADDING, Pack, lay_out, next_tokens
+from mars.method.streams import IGNORED, Pack, lay_out, next_tokens
+from mars.method.visibility import PADDING
 from mars.training.objective import Batch, batch_tensors
 from mars.training.packing import take
 
@@ -71,7 +72,7 @@ def _evaluate_rows(found: Evaluation, predict: Predict, pack: Pack, mask_token: 
         choices[rows, columns] = out["clean"][:count]
         found.loss += float(out["clean_loss"][:count].sum()) * (turn == 0)
         (rows, columns), count = _where(batch, "masks")
-        at = streams.sight.reach[rows, columns], streams.offsets[rows, columns] - 1
+        at = streams.visibility.reach[rows, columns], streams.offsets[rows, columns] - 1
         guesses[rows, *at] = out["masks"][:count]
     shifted = torch.nn.functional.pad(choices, (0, masks), value=PADDING)
     truth = torch.stack([shifted[:, offset : offset + labels.shape[1]] for offset in range(1, masks + 1)], 2)

@@ -1,42 +1,19 @@
-"""Many requests through the engine: as soon as one ends, the next one starts."""
+"""Continues many texts with the engine, for training data."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
-from itertools import count, islice
+from collections.abc import Iterable, Iterator
+from itertools import count
 from typing import TypeVar
 
-from mars.decoding.request import Answer, Request
-from mars.engine import Engine, memory_for
+from mars.core.request import Request
+from mars.engine import Engine, memory_for, run
 from mars.errors import MarsError
-from mars.method.dials import Dial
-from mars.method.sampling import Sampling
+from mars.method.acceptance import Dial
+from mars.method.sampling import SamplingParams
 from mars.models import Checkpoint
 
 Key = TypeVar("Key")
-
-
-def run(engine: Engine, requests: Iterable[Request], ahead: int = 64) -> Generator[tuple[int, Answer], None, None]:
-    """The index and answer of every request as it ends; if the caller stops early, the others are aborted.
-
-    ``ahead`` requests wait in the engine, so that it always has one to start.
-    """
-    source = enumerate(requests)
-    running: list[tuple[int, Answer]] = []
-    try:
-        while True:
-            for index, request in islice(source, max(0, ahead - engine.waiting)):
-                running.append((index, engine.add(request)))
-            if not running:
-                return
-            engine.step()
-            done = [each for each in running if each[1].finish_reason is not None]
-            if done:
-                running = [each for each in running if each[1].finish_reason is None]
-            yield from done
-    finally:
-        for _, answer in running:
-            engine.cancel(answer)
 
 
 class TextGenerator:
@@ -47,7 +24,9 @@ class TextGenerator:
         self.length = length
         self._max_num_seqs = max_num_seqs
         self._seeds = count(seed << 32)
-        self._engine = Engine(checkpoint, rows=max_num_seqs, memory=memory_for(checkpoint, max_num_seqs, length))
+        self._engine = Engine(
+            checkpoint, max_num_seqs=max_num_seqs, memory=memory_for(checkpoint, max_num_seqs, length)
+        )
         self._dial = Dial("exact" if checkpoint.settings else "one-token")  # both give the same text
 
     def request(self, prompt: list[int], temperature: float = 0.0, max_new_tokens: int = 256) -> Request:
@@ -57,7 +36,7 @@ class TextGenerator:
         return Request(
             prompt,
             self._dial,
-            Sampling(temperature, seed=next(self._seeds)),
+            SamplingParams(temperature, seed=next(self._seeds)),
             max_new_tokens=min(max_new_tokens, room),
             block_size=self._engine.block_size,
         )

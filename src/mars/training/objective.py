@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from mars.errors import MarsError
-from mars.method.streams import IGNORED, Sight, Streams, dense_visibility
+from mars.method.streams import IGNORED, Streams
+from mars.method.visibility import Visibility, visibility_table
 from mars.training.attention import NAME, stream_masks
 from mars.training.recipe import Loss
 
@@ -33,7 +34,7 @@ def batch_tensors(streams: Streams, length: int, decay: float = 1.0) -> Batch:
         "length": length,
         "input_ids": streams.tokens,
         "position_ids": streams.positions,
-        **streams.sight._asdict(),
+        **streams.visibility._asdict(),
     }
     rows, width = streams.tokens.shape
     shares = (streams.labels != IGNORED) * decay ** (streams.offsets - 1).clamp(min=0)
@@ -49,7 +50,7 @@ def batch_tensors(streams: Streams, length: int, decay: float = 1.0) -> Batch:
         tensors |= {f"{name}_at": index, f"{name}_weights": weights}
         tensors[f"{name}_labels"] = streams.labels.flatten()[index].clamp(min=0)
     row = torch.arange(rows)[:, None] * width
-    tensors["masks_twins"] = (row + streams.sight.place.clamp(max=length - 1)).flatten()[tensors["masks_at"]]
+    tensors["masks_twins"] = (row + streams.visibility.position.clamp(max=length - 1)).flatten()[tensors["masks_at"]]
     return tensors
 
 
@@ -134,12 +135,12 @@ class Objective:
 
     def hidden(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """(rows x width, size): the hidden states of both streams."""
-        sight = Sight(*(batch[name] for name in Sight._fields))
+        visibility = Visibility(*(batch[name] for name in Visibility._fields))
         out = model.base_model(
             input_ids=batch["input_ids"],
             position_ids=batch["position_ids"],
             use_cache=False,
-            stream_masks=stream_masks(sight, self.windows, flex=self.flex),
+            stream_masks=stream_masks(visibility, self.windows, flex=self.flex),
         )
         return out.last_hidden_state.flatten(0, 1)
 
@@ -148,7 +149,7 @@ class Objective:
         if not self.loss.base or self.base is None:
             return None
         width, length = batch["input_ids"].shape[1], batch["length"]
-        clean = {name: batch[name][:, :length] for name in ("input_ids", "position_ids", *Sight._fields)}
+        clean = {name: batch[name][:, :length] for name in ("input_ids", "position_ids", *Visibility._fields)}
         at = batch["clean_at"]
         with torch.no_grad(), self.base() as model:
             return Head(model, bare=True), self.hidden(model, clean), at // width * length + at % width
@@ -188,7 +189,7 @@ def examine(model: PreTrainedModel) -> tuple[int | None, ...]:
     model.set_attn_implementation(NAME)
     model.eval()
     here = torch.arange(8, device=model.device)[None]
-    masks = _Recorder(Sight(torch.zeros_like(here), torch.zeros_like(here), here, here))
+    masks = _Recorder(Visibility(torch.zeros_like(here), torch.zeros_like(here), here, here))
     inputs = {"input_ids": here, "position_ids": here, "use_cache": False, "stream_masks": masks}
     logits = model(**inputs).logits
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -203,10 +204,10 @@ def examine(model: PreTrainedModel) -> tuple[int | None, ...]:
 class _Recorder(dict[int | None, Tensor]):
     """Masks on demand, with a list of the sliding windows that were asked for."""
 
-    def __init__(self, sight: Sight) -> None:
-        self._sight = sight
+    def __init__(self, visibility: Visibility) -> None:
+        self._visibility = visibility
         self.asked: list[int | None] = []
 
     def __getitem__(self, sliding: int | None) -> Tensor:
         self.asked.append(sliding)
-        return dense_visibility(self._sight, sliding)[:, None]
+        return visibility_table(self._visibility, self._visibility, sliding)[:, None]

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mars.method.streams import PADDING, Pack, fixed_anchors, lay_out, random_anchors
+from mars.method.streams import Pack, fixed_anchors, lay_out, random_anchors
+from mars.method.visibility import PADDING
 from mars.training import recipe
 from mars.training.chats import Document
 from mars.training.objective import Batch, batch_tensors

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArgu
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from mars.errors import MarsError
-from mars.method.streams import PADDING, Pack
+from mars.method.streams import Pack
+from mars.method.visibility import PADDING
 from mars.training.evaluation import evaluate
 from mars.training.packing import Collator, Schedule
 from mars.training.progress import Progress

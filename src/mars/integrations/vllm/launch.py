@@ -26,7 +26,7 @@ def serve(
     dial: str | None,
     host: str,
     port: int,
-    rows: int,
+    max_num_seqs: int,
     memory: float | None,
     api_key: str | None,
     name: str | None,
@@ -39,7 +39,14 @@ def serve(
     with tempfile.TemporaryDirectory(prefix="mars-vllm-") as scratch:
         command = [sys.executable, "-m", SERVER, "--model", _checkpoint(model, adapter, Path(scratch))]
         command += ["--served-model-name", name or model, "--host", host, "--port", str(port)]
-        command += ["--max-num-seqs", str(rows), "--speculative-config", json.dumps(asked), *_memory(memory), *others]
+        command += [
+            "--max-num-seqs",
+            str(max_num_seqs),
+            "--speculative-config",
+            json.dumps(asked),
+            *_memory(memory),
+            *others,
+        ]
         process = subprocess.Popen(command, env=os.environ | ({"VLLM_API_KEY": api_key} if api_key else {}))
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells it by itself
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())

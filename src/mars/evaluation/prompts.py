@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mars.api import Model
-from mars.decoding.decoder import check_request
-from mars.decoding.request import Generation, Request
 from mars.errors import MarsError
 from mars.models import Checkpoint
-from mars.training.generator import run
 
 
 def encode(checkpoint: Checkpoint, text: str, room: int) -> list[int]:
@@ -43,16 +38,6 @@ def render_chat(
         continue_final_message=not add_generation_prompt,
         **options,
     )
-
-
-def generate(model: Model, requests: Sequence[Request]) -> Generator[tuple[int, Generation], None, None]:
-    """The index and answer of every request as it ends; if the caller stops early, the others are aborted."""
-    for request in requests:
-        check_request(model.checkpoint, request)  # before any is started
-    engine = model.engine(max((request.block_size for request in requests), default=1))
-    with closing(run(engine, requests)) as answers:
-        for index, answer in answers:
-            yield index, answer.generation()
 
 
 def cut(text: str, stops: Sequence[str]) -> str:
