@@ -63,7 +63,7 @@ def test_sampling_options(smollm: mars.Model) -> None:
     with pytest.raises(TypeError, match="temprature"):
         smollm.generate("hi", temprature=1)
     with pytest.raises(mars.MarsError, match="not both"):
-        smollm.generate("hi", sampling=mars.Sampling(), temperature=1)
+        smollm.generate("hi", sampling=mars.SamplingParams(), temperature=1)
     with pytest.raises(mars.MarsError, match="system prompt needs text"):
         smollm.generate([1, 2], system="Be kind.")
 

@@ -156,8 +156,8 @@ def test_vllm_gets_a_folder_of_what_was_put_together_here(vllm: list[tuple[str, 
 
 
 def test_no_round_knows_the_prompts_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = mars.Model(tiny_checkpoint("llama"), rows=1)
-    found, pages = [], model.engine().pages
+    model = mars.Model(tiny_checkpoint("llama"), max_num_seqs=1)
+    found, pages = [], model.engine().scheduler.pages
     find = pages.find
     monkeypatch.setattr(pages, "find", lambda tokens: found.append(find(tokens)) or found[-1])
     decoder = with_dial(model, "one-token", None)

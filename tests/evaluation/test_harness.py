@@ -307,7 +307,7 @@ def test_a_gpu_that_is_not_there(llama: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_generation_stops_when_its_caller_does(tmp_path: Path) -> None:
-    model = mars.load(save_chat_model(tmp_path / "tiny", trained=True), device="cpu", rows=3)
+    model = mars.load(save_chat_model(tmp_path / "tiny", trained=True), device="cpu", max_num_seqs=3)
     prompts = [[1, number % 9, number // 9] for number in range(70)]
     requests = [model.request(prompt, max_new_tokens=12) for prompt in prompts]
     expected = model.generate(prompts, max_new_tokens=12)

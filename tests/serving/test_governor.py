@@ -63,7 +63,7 @@ class Simulation:
                     each.left -= brought
                     each.ended = now
                 spent, written = spent + seconds * len(running), written + brought * len(running)
-                loose = self.governor.dial.is_loose
+                loose = self.governor.dial.is_lossy
                 self.loose_tokens += brought * len(running) * loose
                 self.strict_tokens += brought * len(running) * (not loose)
                 self.done += [each for each in running if each.left <= 0]
@@ -85,7 +85,9 @@ class Simulation:
         return sum(before != after for before, after in pairwise(steps))
 
     def per_token(self, quantile: float) -> float:
-        times = sorted((each.ended - (each.started or 0)) / each.tokens for each in self.done if each.tokens > 8)
+        times = sorted(
+            (each.ended - (each.started or 0)) / each.num_tokens for each in self.done if each.num_tokens > 8
+        )
         return times[min(int(quantile * len(times)), len(times) - 1)]
 
 

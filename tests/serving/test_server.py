@@ -26,11 +26,11 @@ def client(server: str) -> openai.OpenAI:
 
 
 @pytest.fixture(scope="module")
-def expected(letters: Path) -> mars.Generation:
+def expected(letters: Path) -> mars.RequestOutput:
     return mars.load(letters, device="cpu").generate(ASK, dial="one-token", max_new_tokens=20)
 
 
-def test_a_chat(client: openai.OpenAI, expected: mars.Generation) -> None:
+def test_a_chat(client: openai.OpenAI, expected: mars.RequestOutput) -> None:
     found = client.chat.completions.create(messages=ASK, **GREEDY)
     assert found.choices[0].message.content == expected.text
     assert found.choices[0].finish_reason == expected.finish_reason
@@ -48,7 +48,7 @@ def test_a_request_has_its_own_dial(client: openai.OpenAI, letters: Path, dial: 
     assert found.model_extra["mars"]["dial"] == dial
 
 
-def test_a_stream(client: openai.OpenAI, expected: mars.Generation) -> None:
+def test_a_stream(client: openai.OpenAI, expected: mars.RequestOutput) -> None:
     everything = {"include_usage": True, "include_forwards": True}
     chunks = list(client.chat.completions.create(messages=ASK, stream=True, stream_options=everything, **GREEDY))
     first, *middle, last, account = chunks
@@ -65,7 +65,7 @@ def test_a_stream(client: openai.OpenAI, expected: mars.Generation) -> None:
     assert not any("mars" in chunk.model_extra for chunk in plain)
 
 
-def test_many_at_once_with_the_async_client(server: str, expected: mars.Generation) -> None:
+def test_many_at_once_with_the_async_client(server: str, expected: mars.RequestOutput) -> None:
     async def ask() -> list[str | None]:
         async with openai.AsyncOpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0) as client:
             asked = [client.chat.completions.create(messages=ASK, **GREEDY) for _ in range(6)]
@@ -92,7 +92,7 @@ def test_completions(client: openai.OpenAI, letters: Path) -> None:
         assert [choice.text for choice in found.choices] == whole
 
 
-def test_stop(client: openai.OpenAI, expected: mars.Generation) -> None:
+def test_stop(client: openai.OpenAI, expected: mars.RequestOutput) -> None:
     stop = expected.text[3:5]
     found = client.chat.completions.create(messages=ASK, stop=[stop], **GREEDY)
     assert found.choices[0].message.content == expected.text[: expected.text.index(stop)]
@@ -110,7 +110,7 @@ def test_models_tokens_and_health(client: openai.OpenAI, http: httpx.Client) -> 
     assert "<title>" in http.get("/").text
 
 
-def test_logprobs(client: openai.OpenAI, http: httpx.Client, expected: mars.Generation) -> None:
+def test_logprobs(client: openai.OpenAI, http: httpx.Client, expected: mars.RequestOutput) -> None:
     options = {"messages": ASK, "logprobs": True, "top_logprobs": 2, **GREEDY}
     whole = client.chat.completions.create(**options).choices[0]
     assert whole.logprobs and whole.logprobs.content
@@ -134,7 +134,7 @@ def test_logprobs(client: openai.OpenAI, http: httpx.Client, expected: mars.Gene
     assert_error(http.post("/v1/chat/completions", json=loose), 400, "logprobs")
 
 
-def test_logprobs_of_text_that_is_held_back(client: openai.OpenAI, expected: mars.Generation) -> None:
+def test_logprobs_of_text_that_is_held_back(client: openai.OpenAI, expected: mars.RequestOutput) -> None:
     """A token that may begin a stop string is told later, and is not lost."""
     stop = [f"{letter}?" for letter in set(expected.text)]
     options = {"messages": ASK, "logprobs": True, "stop": stop[:4], **GREEDY}
@@ -146,7 +146,7 @@ def test_logprobs_of_text_that_is_held_back(client: openai.OpenAI, expected: mar
     ]
 
 
-def test_null_is_as_if_it_were_not_there(client: openai.OpenAI, expected: mars.Generation) -> None:
+def test_null_is_as_if_it_were_not_there(client: openai.OpenAI, expected: mars.RequestOutput) -> None:
     nothing = dict.fromkeys(("top_p", "n", "stream", "presence_penalty", "frequency_penalty", "logprobs", "stop"))
     answer = client.chat.completions.create(messages=ASK, **GREEDY, extra_body=nothing)
     assert answer.choices[0].message.content == expected.text

@@ -6,10 +6,10 @@ import json
 import re
 
 import pytest
-from mars.decoding.grammar import Lexicon
 from transformers import PreTrainedTokenizerBase
 
 from mars import MarsError
+from mars.core.grammar import GrammarCompiler
 from mars.serving.tools import Style, Toolbox
 from tests.conftest import tiny_tokenizer
 
@@ -144,12 +144,12 @@ CITY = {
 def test_strict_functions_are_held_to_their_parameters(style: Style, smollm) -> None:
     """References inside the parameters included; other functions are not, and text is free."""
     checkpoint = smollm.checkpoint
-    words = Lexicon(checkpoint.tokenizer, checkpoint.vocabulary, checkpoint.end_tokens)
+    words = GrammarCompiler(checkpoint.tokenizer, checkpoint.vocabulary, checkpoint.end_tokens)
     functions = [{"name": "f", "parameters": CITY, "strict": True}, {"name": "g", "parameters": CITY}]
 
     def follows(text: str, forced: str | None = None) -> bool:
         box = Toolbox(style, functions, frozenset([forced] if forced else []))
-        matcher = words.guide(box.grammar(checkpoint.tokenizer) or "").matcher
+        matcher = words.matcher(box.grammar(checkpoint.tokenizer) or "").matcher
         if style.is_tagged and not forced:
             text = re.sub(r"\{.*\}", "Well: <tool_call>\n\\g<0>\n</tool_call>", text)
         return matcher.consume_tokens(checkpoint.tokenizer.encode(text)) and matcher.is_accepting()

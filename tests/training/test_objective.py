@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mars.errors import MarsError
-from mars.method.streams import IGNORED, PADDING, Pack, Streams, dense_visibility, lay_out, next_tokens, random_anchors
+from mars.method.streams import IGNORED, Pack, Streams, lay_out, next_tokens, random_anchors
+from mars.method.visibility import PADDING, visibility_table
 from mars.training import objective
 from mars.training.attention import stream_masks
 from mars.training.objective import Head, Objective, batch_tensors, examine
@@ -44,7 +45,7 @@ def model_of(family: str = "llama") -> PreTrainedModel:
 
 
 def logits_of(model: PreTrainedModel, streams: Streams, *, flex: bool = False) -> Tensor:
-    masks = stream_masks(streams.sight, examine(model), flex=flex)
+    masks = stream_masks(streams.visibility, examine(model), flex=flex)
     inputs = {"input_ids": streams.tokens, "position_ids": streams.positions, "use_cache": False}
     with torch.no_grad():
         return model(**inputs, stream_masks=masks).logits
@@ -55,7 +56,11 @@ def test_a_position_depends_on_what_it_sees_and_on_nothing_else(family: str) -> 
     """Change one token: bit for bit the same logits wherever it is out of sight, others wherever it is in sight."""
     model, streams = model_of(family), laid_out()
     before, layers = logits_of(model, streams), model.config.num_hidden_layers
-    direct = torch.stack([dense_visibility(streams.sight, window) for window in examine(model)]).any(0)[0].long()
+    direct = (
+        torch.stack([visibility_table(streams.visibility, streams.visibility, window) for window in examine(model)])
+        .any(0)[0]
+        .long()
+    )
     reached = direct
     for _ in range(layers - 1):  # a sliding window reaches further with every layer
         reached = (reached @ direct).clamp(max=1)
@@ -116,7 +121,7 @@ def test_a_head_we_do_not_know_is_refused() -> None:
 def plain_terms(model: PreTrainedModel, base: PreTrainedModel, streams: Streams) -> dict[str, Tensor]:
     """The losses by their definition: whole logits, one row after the other."""
     rows = len(streams.tokens)
-    masks = stream_masks(streams.sight, (None,), flex=False)
+    masks = stream_masks(streams.visibility, (None,), flex=False)
     inputs = {"input_ids": streams.tokens, "position_ids": streams.positions, "use_cache": False, "stream_masks": masks}
     log_q = model.lm_head(model.model(**inputs).last_hidden_state).log_softmax(-1)
     log_base = base.lm_head(base.model(**inputs).last_hidden_state).log_softmax(-1).detach()
@@ -126,7 +131,7 @@ def plain_terms(model: PreTrainedModel, base: PreTrainedModel, streams: Streams)
         for column, label in enumerate(streams.labels[row].tolist()):
             if label == IGNORED:
                 continue
-            here, place = log_q[row, column], int(streams.sight.place[row, column])
+            here, place = log_q[row, column], int(streams.visibility.position[row, column])
             names, teacher = (
                 (("clean", "base"), log_base[row, column])
                 if column < LENGTH

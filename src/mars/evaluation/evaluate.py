@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +40,7 @@ from mars.models import Checkpoint
 from mars.training.files import open_lines, read_lines, write_whole
 
 EXAMPLES = 3  # items of each task whose answers are kept with the text of every forward, for a report
-Generate = Callable[[Sequence[Request]], Iterator[tuple[int, RequestOutput]]]
+Generate = Callable[[Sequence[Request]], Generator[tuple[int, RequestOutput], None, None]]
 
 
 @dataclass(frozen=True, slots=True)
