@@ -51,9 +51,9 @@ def decode(model: mars.Model, prompts: Sequence[Any], batch: int, **options: Any
 
 
 def summary(answers: Sequence[RequestOutput]) -> dict[str, float]:
-    tokens, forwards = (sum(getattr(each, name) for each in answers) for name in ("tokens", "forwards"))
-    checked, agreed = (sum(getattr(each, name) for each in answers) for name in ("checked", "agreed"))
-    return {"tokens": tokens, "tokens_per_forward": tokens / forwards, "agreement": agreed / max(1, checked)}
+    tokens, forwards = (sum(getattr(each, name) for each in answers) for name in ("num_tokens", "forwards"))
+    verified, agreed = (sum(getattr(each, name) for each in answers) for name in ("num_verified", "num_agreed"))
+    return {"tokens": tokens, "tokens_per_forward": tokens / forwards, "agreement": agreed / max(1, verified)}
 
 
 @torch.inference_mode()

@@ -49,7 +49,7 @@ def test_the_dial_of_a_stream_turns(smollm: mars.Model) -> None:
 def test_a_stream_can_be_left_and_finished_later(smollm: mars.Model) -> None:
     stream = smollm.stream("Name a colour.", max_new_tokens=10)
     next(stream)
-    assert stream.result.tokens <= 10
+    assert stream.result.num_tokens <= 10
     assert list(stream) == []
 
 

@@ -90,9 +90,7 @@ def test_demo(smollm: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr(cli, "DEMO_PROMPTS", cli.DEMO_PROMPTS[:2])
     monkeypatch.setattr(cli, "DEMO_TOKENS", 32)
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr(
-        smollm.engine().policy, "_cost", lambda *_: 1.0
-    )  # what windows cost here and now is not to be tested
+    monkeypatch.setattr(smollm.engine().policy, "_cost", lambda *_: 1.0)
     cli.demo()
     said = capsys.readouterr().out
     assert said.count("tokens per second") == 2

@@ -207,7 +207,7 @@ def test_an_adapter_may_bring_a_new_mask_row(tmp_path: Path) -> None:
     base.generation_config.save_pretrained(tmp_path / "adapter")
     model = mars.load(tmp_path / "base", adapter=tmp_path / "adapter")
     assert (mask, model.checkpoint.vocabulary) == (3, 4)
-    assert model.generate([0, 1], max_new_tokens=4).tokens > 0
+    assert model.generate([0, 1], max_new_tokens=4).num_tokens > 0
 
 
 def test_an_adapter_with_missing_weights_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     assert model.checkpoint.tokenizer.eos_token == "<end>"
     forever = {"max_new_tokens": 6, "logit_bias": {model.checkpoint.tokenizer.eos_token_id: -100.0}}
     answer = model.generate([0, 1, 2], **forever)
-    assert answer.tokens == 6
+    assert answer.num_tokens == 6
     save_checkpoint(model.checkpoint, tmp_path / "plain")
     assert mars.load(tmp_path / "plain").generate([0, 1, 2], **forever).token_ids == answer.token_ids
 

@@ -85,9 +85,7 @@ class Simulation:
         return sum(before != after for before, after in pairwise(steps))
 
     def per_token(self, quantile: float) -> float:
-        times = sorted(
-            (each.ended - (each.started or 0)) / each.num_tokens for each in self.done if each.num_tokens > 8
-        )
+        times = sorted((each.ended - (each.started or 0)) / each.tokens for each in self.done if each.tokens > 8)
         return times[min(int(quantile * len(times)), len(times) - 1)]
 
 

@@ -34,10 +34,10 @@ def test_a_chat(client: openai.OpenAI, expected: mars.RequestOutput) -> None:
     found = client.chat.completions.create(messages=ASK, **GREEDY)
     assert found.choices[0].message.content == expected.text
     assert found.choices[0].finish_reason == expected.finish_reason
-    assert found.usage and found.usage.completion_tokens == expected.tokens
+    assert found.usage and found.usage.completion_tokens == expected.num_tokens
     figures = found.model_extra["mars"]
     assert figures["dial"] == "exact" and figures["agreement"] == 1.0
-    assert figures["tokens_per_forward"] == pytest.approx(expected.tokens / figures["forwards"], abs=1e-3)
+    assert figures["tokens_per_forward"] == pytest.approx(expected.num_tokens / figures["forwards"], abs=1e-3)
 
 
 @pytest.mark.parametrize("dial", ["one-token", "exact", "threshold=0.2"])
@@ -56,7 +56,7 @@ def test_a_stream(client: openai.OpenAI, expected: mars.RequestOutput) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in middle) == expected.text
     assert all(chunk.choices[0].finish_reason is None for chunk in middle)
     assert last.choices[0].finish_reason == expected.finish_reason
-    assert not account.choices and account.usage and account.usage.completion_tokens == expected.tokens
+    assert not account.choices and account.usage and account.usage.completion_tokens == expected.num_tokens
     sizes = [size for chunk in middle for size in chunk.model_extra["mars"]["forwards"]]
     assert sum(characters for _, characters in sizes) == len(expected.text)
     assert len({chunk.id for chunk in chunks}) == 1

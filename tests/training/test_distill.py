@@ -31,7 +31,7 @@ def test_the_generator_writes_what_the_plain_decoder_writes(family: str) -> None
     for number, prompt in enumerate(PROMPTS):
         plain = Model(checkpoint).generate(prompt, dial="one-token", max_new_tokens=limits[number])
         ended = plain.finish_reason == "stop"
-        assert generated[number] == (plain.token_ids[: plain.tokens - ended], ended)
+        assert generated[number] == (plain.token_ids[: plain.num_tokens - ended], ended)
 
 
 def test_a_generator_can_be_used_again_and_its_texts_do_not_mix() -> None:

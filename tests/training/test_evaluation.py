@@ -28,9 +28,9 @@ def replayed(request: pytest.FixtureRequest) -> tuple[Evaluation, dict[str, tupl
     taken = {}
     for window in ("chain", "tree"):
         real = model.generate(PROMPTS, dial="exact", window=window, **options)
-        taken[window] = sum(each.tokens for each in real), sum(each.forwards for each in real)
+        taken[window] = sum(each.num_tokens for each in real), sum(each.forwards for each in real)
     documents = [
-        Document(prompt + answer.token_ids, [False] * len(prompt) + [True] * answer.tokens)
+        Document(prompt + answer.token_ids, [False] * len(prompt) + [True] * answer.num_tokens)
         for prompt, answer in zip(PROMPTS, answers, strict=True)
     ]
     packed = pack(documents, 96, 0)
@@ -43,7 +43,7 @@ def replayed(request: pytest.FixtureRequest) -> tuple[Evaluation, dict[str, tupl
             rows=1,
             width=20,
         )
-    assert found.tokens == int((next_tokens(packed) >= 0).sum()) == sum(each.tokens for each in answers)
+    assert found.tokens == int((next_tokens(packed) >= 0).sum()) == sum(each.num_tokens for each in answers)
     return found, taken
 
 

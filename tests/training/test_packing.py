@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mars.method.streams import PADDING
+from mars.method.visibility import PADDING
 from mars.training.chats import Document
 from mars.training.packing import Schedule, load_pack, pack, save_pack
 

@@ -139,8 +139,8 @@ class Traffic:
 
 def to_row(decoder: Decoder, batch_size: int, run: Run, one_token: Run, traffic: Traffic) -> dict[str, Any]:
     """A measurement as it stands in the results file; None: unknown."""
-    request_forwards, checked, agreed = (
-        sum(getattr(answer, name) for answer in run.answers) for name in ("forwards", "checked", "agreed")
+    request_forwards, verified, agreed = (
+        sum(getattr(answer, name) for answer in run.answers) for name in ("forwards", "num_verified", "num_agreed")
     )
     same = [mine.token_ids == theirs.token_ids for mine, theirs in zip(run.answers, one_token.answers, strict=True)]
     return {
@@ -155,7 +155,7 @@ def to_row(decoder: Decoder, batch_size: int, run: Run, one_token: Run, traffic:
         "ms_per_forward": 1000 * run.seconds / run.forwards if run.forwards else None,
         "width": run.window_tokens / run.forwards if run.window_tokens and run.forwards else None,
         "ratio_to_one_token": run.tokens_per_second / one_token.tokens_per_second,
-        "agreement": agreed / checked if checked else None,
+        "agreement": agreed / verified if verified else None,
         "same_text": sum(same) / len(same),
         "bandwidth_share": traffic.share(run),
         **_milliseconds("ttft", [answer.times[0] for answer in run.answers if answer.times]),
