@@ -21,12 +21,11 @@ from mars.integrations.vllm.step import (
     GreedyChoices,
     StepInputs,
     StepOutputs,
-    sampling_tensors,
     select,
     step,
 )
 from mars.method.acceptance import MEASURES, Dial, DialTensors, decide
-from mars.method.sampling import Features, SamplingParams, SamplingTensors
+from mars.method.sampling import SamplingParams, SamplingTensors
 from mars.method.windows import Window, build_windows
 
 VOCABULARY, MASK, WIDTH = 5, 4, 8
@@ -82,9 +81,7 @@ class Case:
 
 
 def sampling_of(params: list[SamplingParams]) -> SamplingTensors:
-    made = SamplingTensors.of(params, VOCABULARY, MASK, DEVICE)
-    names = ("temperature", "top_k", "top_p", "min_p", "seed", "bias", "features")
-    return sampling_tensors(**{name: getattr(made, name) for name in names})
+    return SamplingTensors.of(params, VOCABULARY, device=DEVICE)
 
 
 cases = st.composite(Case)
@@ -104,7 +101,9 @@ def test_the_kernel_does_what_decide_does() -> None:
     @given(cases())
     def holds(case: Case) -> None:
         expected, found = case.inputs(), case.inputs()
-        outputs = step(expected, case.logits, case.tensors(), sampling_of([SamplingParams()] * len(case.fed)), case.positions())
+        outputs = step(
+            expected, case.logits, case.tensors(), sampling_of([SamplingParams()] * len(case.fed)), case.positions()
+        )
         sequence = [number for number, each in enumerate(case.fed) for _ in range(len(each) + 1)]
         per_token = None if case.exact else select(case.tensors(), torch.tensor(sequence, device=DEVICE))
         same(greedy_step(found, GreedyChoices.of(found.tokens, case.logits, per_token)), outputs)
@@ -184,7 +183,13 @@ def test_large_steps_are_decided_in_parts(drawn: tuple[Case, list[SamplingParams
 def test_no_dial_accepts_what_is_banned(dial: str) -> None:
     """Neither by a grammar, whose bans are in the logits, nor by one that has not validated the draft."""
     case = Case.__new__(Case)
-    case.fed, case.dials, case.masks, case.prefilling, case.exact = [[1, 2, MASK, MASK]], [Dial.parse(dial)], 2, None, False
+    case.fed, case.dials, case.masks, case.prefilling, case.exact = (
+        [[1, 2, MASK, MASK]],
+        [Dial.parse(dial)],
+        2,
+        None,
+        False,
+    )
     case.logits = torch.zeros(5, VOCABULARY, device=DEVICE)
     case.logits[:2, 3] = torch.tensor([-1.0, 1.0])
     case.logits[0, 1] = 1.0
@@ -203,14 +208,12 @@ def test_no_dial_accepts_what_is_banned(dial: str) -> None:
 
 def test_greedy_choices_leave_out_what_no_dial_needs() -> None:
     tokens, logits = torch.zeros(3, dtype=torch.int32), torch.zeros(3, VOCABULARY)
-    exact, relaxed, threshold = (DialTensors.of([Dial.parse(each)] * 3) for each in ("exact", "relaxed=0.5", "threshold=0.5"))
+    exact, relaxed, threshold = (
+        DialTensors.of([Dial.parse(each)] * 3) for each in ("exact", "relaxed=0.5", "threshold=0.5")
+    )
     assert astuple(GreedyChoices.of(tokens, logits, exact))[1:] == (None, None)
     assert GreedyChoices.of(tokens, logits, relaxed).confident is None
     assert GreedyChoices.of(tokens, logits, threshold).tolerated is None
-
-
-def test_a_greedy_step_needs_no_noise() -> None:
-    assert sampling_of([SamplingParams()]).features == Features()
 
 
 COMPILE = """

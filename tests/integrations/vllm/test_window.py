@@ -7,10 +7,10 @@ from itertools import accumulate
 import pytest
 import torch
 
-from mars.integrations.vllm.step import KINDS, Counts, StepInputs, StepOutputs, sampling_tensors, step
+from mars.integrations.vllm.step import KINDS, Counts, StepInputs, StepOutputs, step
 from mars.integrations.vllm.window import read_windows
 from mars.method.acceptance import Dial, DialTensors
-from mars.method.sampling import Features
+from mars.method.sampling import SamplingParams, SamplingTensors
 from mars.method.visibility import visibility_table
 from mars.method.windows import NO_GROUP
 
@@ -35,8 +35,7 @@ def run(fed: list[int], choices: list[int], dial: str = "exact", sure: float = 2
         masks=masks,
         width=WIDTH,
     )
-    zeros = torch.zeros(1)
-    sampling = sampling_tensors(zeros, zeros, zeros, zeros, zeros.long(), torch.zeros(1, VOCABULARY), Features())
+    sampling = SamplingTensors.of([SamplingParams()], VOCABULARY)
     return step(inputs, logits, DialTensors.of(dials), sampling, torch.zeros(1, dtype=torch.long))
 
 

@@ -2,24 +2,14 @@
 
 vLLM schedules a step before the last one has ended, so nothing here may wait for the device or look at tokens. Only
 the device knows how many tokens of a window are drafts. The host knows the shape of a step and the requests' dials.
-
-===============================================  =================================================================
-``init_speculator``                              vLLM has no speculator of ours to choose
-``GPUModelRunner.load_model``                    afterwards there are a model and samplers to put ours in front of
-``GPUModelRunner.execute_model``                 vLLM 0.24 does not tell a speculator how long the next windows are
-``GPUModelRunner.sample_tokens``                 without windows, the runner should not handle drafts at all
-``CudaGraphManager._init_candidates``            vLLM captures no graphs of windows shorter than a full one
-``Worker.compile_or_warm_up_model``              vLLM's own requests at start-up should not be counted
-===============================================  =================================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
-from functools import wraps
 from inspect import signature
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -27,27 +17,27 @@ import torch
 from torch import Tensor
 
 from mars.errors import MarsError
-from mars.integrations.vllm.cuda_graphs import capture_other_lengths
+from mars.integrations.vllm import hooks
+from mars.integrations.vllm.cuda_graphs import init_candidates
+from mars.integrations.vllm.hooks import Hook, Method
 from mars.integrations.vllm.kernel import greedy_step
-from mars.integrations.vllm.options import Options, own_dial
+from mars.integrations.vllm.options import Options, has_seed, own_dial, own_sampling
 from mars.integrations.vllm.step import (
     KINDS,
     THRESHOLD,
     Drafter,
     GreedyChoices,
-    StepCounter,
     StepInputs,
     StepOutputs,
-    sampling_tensors,
+    select,
     step,
 )
 from mars.integrations.vllm.synchronous import ban_mask_token
-from mars.method.acceptance import MEASURES, Dial, DialFeatures, DialTensors
-from mars.method.sampling import Features, SamplingTensors
+from mars.method.acceptance import Dial, DialFeatures, DialTensors
+from mars.method.sampling import SamplingParams, SamplingTensors
 from mars.method.tensors import send
 
-Method = Callable[..., Any]
-EXACT, RELAXED = KINDS.index("exact"), KINDS.index("relaxed")
+EXACT = KINDS.index("exact")
 ADJUSTED = ("presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens")
 NEWER = ("thinking_token_budget", "logprob_token_ids", "repetition_detection")
 """Parameters with which a greedy request does not simply take the argmax; not every version has the newer ones"""
@@ -62,47 +52,37 @@ class RequestTable:
         self.seeded = np.zeros(slots, dtype=bool)
         """Requests that sample with a seed of their own"""
         self.kinds = np.zeros(slots, dtype=np.int32)
-        self._limits = np.zeros((slots, 3))
-        """Tolerance, trust and measure of each dial"""
+        self.sampling = [SamplingParams(seed=0)] * slots
         self._own: list[Dial | None] = [None] * slots
-        self._device = device
-        self._on_device: tuple[Tensor, Tensor] | None = None
-        self.dial = dial
+        self._device, self._on_device = device, (torch.empty(0), DialTensors.of([]))
         self.set_dial(dial)
 
     def set_dial(self, dial: Dial) -> None:
         """The dial of all requests without one of their own."""
         self.dial = dial
-        for slot in range(len(self._own)):
-            self._set(slot)
+        self.kinds[:] = [KINDS.index((own or dial).kind) for own in self._own]
+        self._stale = True
 
-    def add(self, slot: int, params: Any) -> None:
-        self._own[slot] = own_dial(params)
+    def add(self, slot: int, params: Any, seed: int) -> None:
+        self._own[slot], self.sampling[slot] = own_dial(params), own_sampling(params, seed)
         plain = params.temperature == 0 and params.logprobs is None and params.repetition_penalty == 1
         self.argmax[slot] = plain and not any(getattr(params, name, None) for name in (*ADJUSTED, *NEWER))
-        scored = getattr(params, "logprob_token_ids", None)  # vLLM's sampler alone reports these
-        self.seeded[slot] = params.temperature > 0 and params.seed is not None and not scored
-        self._set(slot)
+        self.seeded[slot] = has_seed(params)
+        self.kinds[slot] = KINDS.index((self._own[slot] or self.dial).kind)
+        self._stale = True
 
-    def _set(self, slot: int) -> None:
-        dial = self._own[slot] or self.dial
-        self.kinds[slot] = KINDS.index(dial.kind)
-        self._limits[slot] = dial.tolerance, dial.trust, MEASURES.index(dial.measure)
-        self._on_device = None
-
-    def on_device(self) -> tuple[Tensor, Tensor]:
-        """Kinds and limits of all slots' dials."""
-        if self._on_device is None:
-            kinds, limits = (send(torch.tensor(each), self._device) for each in (self.kinds, self._limits))
-            self._on_device = kinds, limits
+    def on_device(self) -> tuple[Tensor, DialTensors]:
+        """The dials of all slots, and their kinds."""
+        if self._stale:
+            dials = [own or self.dial for own in self._own]
+            self._on_device = send(torch.tensor(self.kinds), self._device), DialTensors.of(dials, self._device)
+            self._stale = False
         return self._on_device
 
     def dials(self, index: Tensor, slots: np.ndarray[Any, Any]) -> DialTensors:
         """The dials of the slots at ``index``; ``slots`` are the same on the host."""
-        kinds = self.kinds[slots]
-        measures = np.unique(self._limits[slots[kinds == THRESHOLD], 2]).astype(int)
-        features = DialFeatures(bool((kinds == RELAXED).any()), frozenset(MEASURES[each] for each in measures))
-        return DialTensors(*self.on_device()[1][index.long()].unbind(1), features)
+        features = DialFeatures.of([self._own[slot] or self.dial for slot in slots])
+        return replace(select(self.on_device()[1], index.long()), features=features)
 
 
 class InFront:
@@ -134,6 +114,7 @@ class Speculator(Drafter):
     num_query_per_req, num_extra_query_per_req = 1, 0
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        super().__init__(device)
         options = Options.read(vllm_config)
         assert options is not None
         self.mask_token, self.width = options.mask, 2 * options.masks
@@ -141,13 +122,11 @@ class Speculator(Drafter):
         """Masks per window of the next step: the scheduler decides"""
         slots = vllm_config.scheduler_config.max_num_seqs
         self.requests = RequestTable(slots, device, Dial.parse(options.dial))
-        self.counter = StepCounter(device)
         self.model = torch.nn.Module()  # there is no draft model; vLLM looks through it for experts
         self._only_masks = torch.full((slots, self.width), self.mask_token, device=device)
-        self._uses_kernel = device.type != "cpu"
         self._next: Tensor | None = None
 
-    @property  # type: ignore[override]
+    @property
     def dial(self) -> Dial:
         return self.requests.dial
 
@@ -175,40 +154,31 @@ class Speculator(Drafter):
         runner.sampler = InFront(runner.sampler, self.sample_one)
         runner.sampler.add_request = self._add_request
         runner.rejection_sampler = InFront(runner.rejection_sampler, self.sample)
-        if self._uses_kernel:
-            self._compile_kernel()
+        self._compile_kernel()
 
     def _add_request(self, slot: int, *others: Any) -> None:
-        self.requests.add(slot, others[-1])
         self._vllm.add_request(slot, *others)
+        self.requests.add(slot, others[-1], int(self._vllm.sampling_states.seeds.np[slot]))
 
     def _compile_kernel(self) -> None:
         """Compile all variants of the kernel before the first request waits for one."""
         device, count = self._only_masks.device, 2
         tokens = torch.full((count * (self.width + 1),), self.mask_token, dtype=torch.int32, device=device)
         starts = torch.arange(count + 1, dtype=torch.int32, device=device) * (self.width + 1)
-        slots = torch.arange(count, dtype=torch.int32, device=device)
-        flags = torch.zeros_like(tokens, dtype=torch.uint8)
-        kinds, _ = self.requests.on_device()
-        plain = GreedyChoices(tokens.long())
-        variants = [(None, plain)] + [
-            (kinds, replace(plain, tolerated=tolerated, confident=confident))
-            for tolerated in (None, flags)
-            for confident in (None, flags)
-        ]
-        for each, choices in variants:
-            for prefilling in (None, flags[:count]):
-                for kind in (torch.int32, torch.int64):  # vLLM's versions differ
-                    inputs = self._inputs(tokens, starts, slots.to(kind), each, prefilling)
-                    greedy_step(inputs, choices)
-        self.counter.reset()
+        slots, flags = torch.arange(count, device=device), torch.zeros_like(tokens, dtype=torch.uint8)
+        given = (None, flags)
+        variants = [(None, None, None), *product((self.requests.on_device()[0],), given, given)]
+        types = (torch.int32, torch.int64)  # of slots: vLLM's versions differ
+        for (kinds, tolerated, confident), prefilling, kind in product(variants, given, types):
+            inputs = self._inputs(tokens, starts, slots.to(kind), kinds, prefilling)
+            greedy_step(inputs, GreedyChoices(tokens.long(), tolerated, confident))
+        self.reset_counts()
 
     def _inputs(
         self, tokens: Tensor, starts: Tensor, slots: Tensor, kinds: Tensor | None, prefilling: Tensor | None
     ) -> StepInputs:
-        return StepInputs(
-            tokens, starts, slots, kinds, prefilling, self.counter.on_device, self.mask_token, self.masks, self.width
-        )
+        fixed = (self.counted, self.mask_token, self.masks, self.width)
+        return StepInputs(tokens, starts, slots, kinds, prefilling, *fixed)
 
     def sample_one(self, logits: Tensor, batch: Any) -> Any:
         """Without windows: vLLM's sampler, unless a request has a seed.
@@ -217,16 +187,18 @@ class Speculator(Drafter):
         """
         if not self.requests.seeded[batch.idx_mapping_np].any():
             return self._vllm(logits, batch)
-        inputs = replace(self._inputs_of(batch), counts=torch.zeros_like(self.counter.on_device))
+        inputs = replace(self._inputs_of(batch), counts=torch.zeros_like(self.counted))
         outputs, logprobs = self._decide(inputs, logits, batch)
         outputs = replace(outputs, sampled=outputs.sampled[:, :1].contiguous())
         return self._sampler_output(outputs, logits, logprobs)
 
     def sample(self, logits: Tensor, batch: Any, _: None = None, invalid_drafts: Tensor | None = None) -> Any:
         """In the place of vLLM's rejection sampler. A grammar has not validated ``invalid_drafts``."""
-        inputs, logprobs = self._inputs_of(batch), None
+        inputs, slots, logprobs = self._inputs_of(batch), batch.idx_mapping_np, None
         if invalid_drafts is None and self._takes_argmax(batch):
-            outputs = greedy_step(inputs, self._choices(inputs, logits, batch))
+            lossy = inputs.kinds is not None
+            dials = self.requests.dials(batch.expanded_idx_mapping, slots) if lossy else None
+            outputs = greedy_step(inputs, GreedyChoices.of(inputs.tokens, logits, dials))
         else:
             outputs, logprobs = self._decide(inputs, logits, batch, invalid_drafts)
         self._next = outputs.windows
@@ -236,13 +208,8 @@ class Speculator(Drafter):
         from vllm.v1.worker.gpu.metrics.logits import get_num_nans
         from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-        return SamplerOutput(
-            sampled_token_ids=outputs.sampled,
-            logprobs_tensors=logprobs,
-            num_nans=get_num_nans(logits) if self._vllm.compute_nans else None,
-            num_sampled=outputs.emitted,
-            num_rejected=outputs.rejected,
-        )
+        nans = get_num_nans(logits) if self._vllm.compute_nans else None
+        return SamplerOutput(outputs.sampled, logprobs, nans, outputs.emitted, outputs.rejected)
 
     def _inputs_of(self, batch: Any) -> StepInputs:
         tokens, prefilling = batch.input_ids[batch.logits_indices], _prefilling(batch)
@@ -258,15 +225,9 @@ class Speculator(Drafter):
     def _takes_argmax(self, batch: Any) -> bool:
         """Can the kernel do this step? It accepts what ``threshold`` has drafted even if a grammar forbids it."""
         slots = batch.idx_mapping_np
-        if not self._uses_kernel or self._always_adjusts or not self.requests.argmax[slots].all():
+        if self._always_adjusts or not self.requests.argmax[slots].all():
             return False
         return not (batch.has_structured_output_reqs and (self.requests.kinds[slots] == THRESHOLD).any())
-
-    def _choices(self, inputs: StepInputs, logits: Tensor, batch: Any) -> GreedyChoices:
-        dials = None
-        if inputs.kinds is not None:
-            dials = self.requests.dials(batch.expanded_idx_mapping, batch.idx_mapping_np)
-        return GreedyChoices.of(inputs.tokens, logits, dials)
 
     def _decide(
         self, inputs: StepInputs, logits: Tensor, batch: Any, barred: Tensor | None = None
@@ -285,14 +246,16 @@ class Speculator(Drafter):
             skip_top_k_top_p=True,
         )
         dials = self.requests.dials(batch.idx_mapping, batch.idx_mapping_np)
-        sampling = self._sampling(batch.idx_mapping, batch.idx_mapping_np)
-        outputs = step(inputs, adjusted, dials, sampling, positions[inputs.starts[:-1].long()], barred)
+        sampling, size = [self.requests.sampling[slot] for slot in batch.idx_mapping_np], logits.shape[1]
+        tensors = SamplingTensors.of(sampling, size, device=logits.device)
+        outputs = step(inputs, adjusted, dials, tensors, positions[inputs.starts[:-1].long()], barred)
         most = self._vllm.sampling_states.max_num_logprobs(batch.idx_mapping_np)
         if most < 0:
             return outputs, None
         if self._vllm.logprobs_mode.startswith("processed"):
-            per_token = self._sampling(batch.expanded_idx_mapping, batch.idx_mapping_np)
-            logits = per_token.scores(adjusted.float()[:, None])[:, 0]
+            pairs = zip(sampling, np.diff(batch.cu_num_logits_np), strict=True)
+            per_token = [each for each, length in pairs for _ in range(length)]
+            logits = SamplingTensors.of(per_token, size, device=logits.device).scores(adjusted.float()[:, None])[:, 0]
         logprobs = _call(
             self._vllm_rejection._get_logprobs_tensors,
             input_batch=batch,
@@ -304,19 +267,6 @@ class Speculator(Drafter):
             max_num_logprobs=most,
         )
         return outputs, logprobs
-
-    def _sampling(self, index: Tensor, slots: np.ndarray[Any, Any]) -> SamplingTensors:
-        """The sampling parameters of the slots at ``index``; ``slots`` are the same on the host."""
-        states = self._vllm.sampling_states
-        temperature, top_k, top_p, min_p = (
-            getattr(states, name).np[slots] for name in ("temperature", "top_k", "top_p", "min_p")
-        )
-        truncates = (top_k < states.vocab_size) | (top_p < 1) | (min_p > 0)
-        features = Features(greedy=bool((temperature == 0).all()), truncates=bool(truncates.any()))
-        names = ("temperature", "top_k", "top_p", "min_p", "seeds")
-        values = (getattr(states, name).gpu[index.long()] for name in names)
-        bias = torch.zeros(1, states.vocab_size, device=index.device)
-        return sampling_tensors(*values, bias, features)
 
     def propose(self, input_batch: Any, *_: Any, dummy_run: bool = False, **__: Any) -> Tensor:
         """The tokens behind every sequence's newest one."""
@@ -331,7 +281,7 @@ class Speculator(Drafter):
 
     def count_single(self, batch: Any) -> None:
         """Sequences without windows have emitted one token each."""
-        self.counter.single += batch.num_reqs - int(_prefilling(batch).sum())
+        self.single += batch.num_reqs - int(_prefilling(batch).sum())
 
     def init_cudagraph_manager(self, *_: Any) -> None:
         """There is no draft model to capture graphs of."""
@@ -357,92 +307,62 @@ def _call(function: Method, **arguments: Any) -> Any:
     return function(**{name: value for name, value in arguments.items() if name in names})
 
 
-def _is_ours(vllm_config: Any) -> bool:
-    """Was the engine started with the method ``mars``, and is this its path?"""
-    method = getattr(vllm_config.speculative_config, "method", None)
-    return Options.read(vllm_config) is not None and method == "ngram_gpu"
-
-
 def install() -> None:
     """Hook into vLLM's second model runner; engines without our method stay as they are."""
     from vllm.v1.worker.gpu import model_runner
-    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager as Graphs
     from vllm.v1.worker.gpu_worker import Worker
 
     runner = model_runner.GPUModelRunner
-    if hasattr(runner, "knows_mars"):
-        return
-    hooks: list[tuple[Any, str, Callable[[Method], Method]]] = [
-        (model_runner, "init_speculator", _with_our_speculator),
-        (runner, "load_model", _attached),
-        (runner, "execute_model", _with_window_length),
-        (runner, "sample_tokens", _plain_without_windows),
-        (CudaGraphManager, "_init_candidates", capture_other_lengths),
-        (Worker, "compile_or_warm_up_model", _not_counted),
-    ]
-    if missing := [name for target, name, _ in hooks if not hasattr(target, name)]:
-        raise MarsError(f"this vLLM's model runner has no {missing[0]}: use a version that MARS was tested with")
-    runner.knows_mars = True
-    for target, name, wrap in hooks:
-        setattr(target, name, wrap(getattr(target, name)))
+    hooks.install(
+        Hook(*each)
+        for each in (
+            (model_runner, "init_speculator", _init_speculator, "vLLM cannot choose a speculator that is not its own"),
+            (runner, "load_model", _load_model, "then there are a model and samplers to put ours in front of"),
+            (runner, "execute_model", _execute_model, "vLLM 0.24 tells no speculator how long the next windows are"),
+            (runner, "sample_tokens", _sample_tokens, "steps without windows should cost what they do without mars"),
+            (Graphs, "_init_candidates", init_candidates, "vLLM captures no graphs of windows shorter than a full one"),
+            (Worker, "compile_or_warm_up_model", _warm_up, "vLLM's own requests at start-up should not be counted"),
+        )
+    )
 
 
-def _with_our_speculator(init: Method) -> Method:
-    @wraps(init)
-    def init_speculator(vllm_config: Any, device: Any, *others: Any) -> Any:
-        if not _is_ours(vllm_config):
-            return init(vllm_config, device, *others)
-        return Speculator(vllm_config, device)
-
-    return init_speculator
+def _init_speculator(original: Method, vllm_config: Any, device: Any, *others: Any) -> Any:
+    method = getattr(vllm_config.speculative_config, "method", None)
+    if Options.read(vllm_config) is None or method != "ngram_gpu":
+        return original(vllm_config, device, *others)
+    return Speculator(vllm_config, device)
 
 
-def _attached(load: Method) -> Method:
-    @wraps(load)
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        loaded = load(self, *args, **kwargs)
-        if isinstance(self.speculator, Speculator):
-            self.speculator.attach(self)
-        return loaded
-
-    return load_model
+def _load_model(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    if isinstance(self.speculator, Speculator):
+        self.speculator.attach(self)
+    return result
 
 
-def _with_window_length(execute: Method) -> Method:
-    @wraps(execute)
-    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(speculator := self.speculator, Speculator):
-            speculator.masks = scheduler_output.num_spec_tokens_to_schedule // 2
-        return execute(self, scheduler_output, *args, **kwargs)
-
-    return execute_model
+def _execute_model(original: Method, self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(speculator := self.speculator, Speculator):
+        speculator.masks = scheduler_output.num_spec_tokens_to_schedule // 2
+    return original(self, scheduler_output, *args, **kwargs)
 
 
-def _plain_without_windows(sample: Method) -> Method:
+def _sample_tokens(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
     """If neither this step nor the next has windows, the runner does what it does without speculation."""
-
-    @wraps(sample)
-    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        speculator, state = self.speculator, self.execute_model_state
-        windows = not isinstance(speculator, Speculator) or state is None or speculator.masks
-        if windows or state.input_batch.num_draft_tokens:
-            return sample(self, *args, **kwargs)
-        speculator.count_single(state.input_batch)
-        steps, self.speculator, self.num_speculative_steps = self.num_speculative_steps, None, 0
-        try:
-            return sample(self, *args, **kwargs)
-        finally:
-            self.speculator, self.num_speculative_steps = speculator, steps
-
-    return sample_tokens
+    speculator, state = self.speculator, self.execute_model_state
+    windows = not isinstance(speculator, Speculator) or state is None or speculator.masks
+    if windows or state.input_batch.num_draft_tokens:
+        return original(self, *args, **kwargs)
+    speculator.count_single(state.input_batch)
+    steps, self.speculator, self.num_speculative_steps = self.num_speculative_steps, None, 0
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        self.speculator, self.num_speculative_steps = speculator, steps
 
 
-def _not_counted(warm_up: Method) -> Method:
-    @wraps(warm_up)
-    def compile_or_warm_up_model(self: Any) -> Any:
-        result = warm_up(self)
-        if isinstance(speculator := getattr(self.model_runner, "speculator", None), Speculator):
-            speculator.counter.reset()
-        return result
-
-    return compile_or_warm_up_model
+def _warm_up(original: Method, self: Any) -> Any:
+    result = original(self)
+    if isinstance(speculator := getattr(self.model_runner, "speculator", None), Speculator):
+        speculator.reset_counts()
+    return result

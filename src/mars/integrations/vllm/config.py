@@ -2,29 +2,21 @@
 
 On a GPU the asynchronous path: vLLM's second model runner, to which our speculator is the method ``ngram_gpu``.
 Otherwise, or where asynchronous scheduling is switched off, the synchronous one: the first runner with a proposer.
-
-=============================================  ===================================================================
-``EngineArgs.create_engine_config``            the method's name is unknown to vLLM: it is replaced before the check
-``SamplingParams.verify``                      refuses a request's bad dial where it arrives, not in the engine
-``_get_v2_model_runner_unsupported_features``  vLLM 0.24 refuses ``ngram_gpu`` in its second runner; ours works there
-``SpeculativeConfig.use_ngram_gpu``            vLLM disables its compile cache for n-grams, which we have none of
-=============================================  ===================================================================
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import wraps
 from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
 
 from mars.errors import MarsError
-from mars.integrations.vllm import endpoints
+from mars.integrations.vllm import endpoints, hooks
 from mars.integrations.vllm.cuda_graphs import capture_sizes
-from mars.integrations.vllm.options import METHOD, Options, parse_dial
+from mars.integrations.vllm.hooks import Hook, Method
+from mars.integrations.vllm.options import METHOD, Options, own_dial, parse_dial
 from mars.models.settings import Settings
 
 OLDEST, NEWEST = (0, 24), (0, 32)
@@ -45,23 +37,47 @@ OPTIONS = ("dial", "masks", "windows")
 
 def install() -> None:
     """Make the method known to vLLM; engines without it stay as they are."""
+    from vllm import SamplingParams
+    from vllm.config import SpeculativeConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    if not hasattr(EngineArgs.create_engine_config, "knows_mars"):
-        EngineArgs.create_engine_config = _with_mars(EngineArgs.create_engine_config)
-        _allow_ngram_gpu()
+    refused = "_get_v2_model_runner_unsupported_features"
+    hooks.install(
+        Hook(*each)
+        for each in (
+            (EngineArgs, "create_engine_config", _create_engine_config, "vLLM does not know the method's name"),
+            (SamplingParams, "verify", _verify, "in the engine, a request's bad dial would stop everything"),
+            (VllmConfig, refused, _unsupported_features, "vLLM 0.24 refuses ngram_gpu in its second runner"),
+            (SpeculativeConfig, "use_ngram_gpu", _use_ngram_gpu, "vLLM does without its compile cache for n-grams"),
+        )
+    )
 
 
-def _with_mars(create: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(create)
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = self.speculative_config
-        if isinstance(asked, dict) and asked.get("method") == METHOD:
-            translate(self)
-        return create(self, *args, **kwargs)
+def _create_engine_config(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+    asked = self.speculative_config
+    if isinstance(asked, dict) and asked.get("method") == METHOD:
+        translate(self)
+    return original(self, *args, **kwargs)
 
-    create_engine_config.knows_mars = True  # type: ignore[attr-defined]
-    return create_engine_config
+
+def _verify(original: Method, self: Any, model_config: Any, speculative_config: Any, *args: Any, **kwargs: Any) -> Any:
+    from vllm.exceptions import VLLMValidationError
+
+    if getattr(speculative_config, "model", None) in (METHOD, PROPOSER):
+        try:
+            own_dial(self)
+        except MarsError as error:
+            raise VLLMValidationError(f"dial: {error}", parameter="dial") from None
+    return original(self, model_config, speculative_config, *args, **kwargs)
+
+
+def _unsupported_features(original: Method, self: Any) -> Any:
+    names = original(self)
+    return names if Options.read(self) is None else [name for name in names if "ngram" not in name]
+
+
+def _use_ngram_gpu(original: Method, self: Any) -> bool:
+    return original(self) and self.model != METHOD
 
 
 def translate(arguments: Any) -> None:
@@ -96,7 +112,6 @@ def translate(arguments: Any) -> None:
             options = replace(options, windows={_most_sequences(arguments, masks) + 1: 0})
         _use_second_runner(arguments, options)
     arguments.additional_config = {**(arguments.additional_config or {}), METHOD: asdict(options)}
-    _check_dials()
     endpoints.install()
 
 
@@ -163,50 +178,10 @@ def _text_config(arguments: Any) -> Any:
     ).get_text_config()
 
 
-def _allow_ngram_gpu() -> None:
-    """Let our use of the method ``ngram_gpu`` pass where vLLM makes exceptions for its own."""
-    from vllm.config import SpeculativeConfig, VllmConfig
-
-    refused, uses = VllmConfig._get_v2_model_runner_unsupported_features, SpeculativeConfig.use_ngram_gpu
-
-    @wraps(refused)
-    def _get_v2_model_runner_unsupported_features(self: Any) -> Any:
-        names = refused(self)
-        return [name for name in names if "ngram" not in name] if METHOD in (self.additional_config or {}) else names
-
-    @wraps(uses)
-    def use_ngram_gpu(self: Any) -> bool:
-        return uses(self) and self.model != METHOD
-
-    VllmConfig._get_v2_model_runner_unsupported_features = _get_v2_model_runner_unsupported_features
-    SpeculativeConfig.use_ngram_gpu = use_ngram_gpu
-
-
 def _whole(name: str, number: Any, least: int, most: int) -> int:
     if not isinstance(number, int) or not least <= number <= most:
         raise MarsError(f"{name}: masks go from {least} to {most} for this checkpoint, not {number!r}")
     return number
-
-
-def _check_dials() -> None:
-    """Refuse a bad dial when the request arrives: in the engine, it would stop everything."""
-    from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError
-
-    verify = SamplingParams.verify
-    if hasattr(verify, "knows_mars"):
-        return
-
-    @wraps(verify)
-    def verify_all(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            parse_dial((self.extra_args or {}).get("dial", "exact"))
-        except MarsError as error:
-            raise VLLMValidationError(f"dial: {error}", parameter="dial") from None
-        return verify(self, *args, **kwargs)
-
-    verify_all.knows_mars = True  # type: ignore[attr-defined]
-    SamplingParams.verify = verify_all
 
 
 def _settings(arguments: Any) -> Settings:

@@ -6,14 +6,13 @@ sequences have fewer, down to one, and such steps should be as fast as they are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
+from mars.integrations.vllm.hooks import Method
 from mars.integrations.vllm.options import Options
 
-Method = Callable[..., Any]
 AMONG_WINDOWS = 512
 """Tokens of prompts that a step may have besides the largest number of windows and still use a CUDA graph"""
 
@@ -46,22 +45,16 @@ def plain_counts(most: int) -> list[int]:
     return [count for count in counts if count <= most]
 
 
-def capture_other_lengths(init: Method) -> Method:
-    """Add graphs for single tokens, and for windows of the lengths that the option ``windows`` names."""
-
-    @wraps(init)
-    def _init_candidates(self: Any) -> None:
-        init(self)
-        options = Options.read(self.vllm_config)
-        mode = self.cudagraph_mode.decode_mode()
-        if options is None or not self.cudagraph_mode.separate_routine() or not self._capture_descs.get(mode):
-            return
-        lengths = {1, *(1 + 2 * masks for masks in options.windows.values())} - {self.decode_query_len}
-        for length in sorted(lengths):
-            counts = plain_counts(self.max_num_reqs) if length == 1 else sequence_counts(self.max_num_reqs)
-            _add(self, mode, length, counts)
-
-    return _init_candidates
+def init_candidates(original: Method, self: Any) -> None:
+    """Hook of vLLM's graph manager: graphs of single tokens, and of windows as the option ``windows`` names them."""
+    original(self)
+    options, mode = Options.read(self.vllm_config), self.cudagraph_mode.decode_mode()
+    if options is None or not self.cudagraph_mode.separate_routine() or not self._capture_descs.get(mode):
+        return
+    lengths = {1, *(1 + 2 * masks for masks in options.windows.values())} - {self.decode_query_len}
+    for length in sorted(lengths):
+        counts = plain_counts(self.max_num_reqs) if length == 1 else sequence_counts(self.max_num_reqs)
+        _add(self, mode, length, counts)
 
 
 def _add(manager: Any, mode: Any, length: int, counts: Iterable[int]) -> None:

@@ -1,11 +1,11 @@
 """``/v1/dial`` on vLLM's own server, as on ours: show the dial and the counts, or set the dial."""
 
 import sys
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 from mars.errors import MarsError
+from mars.integrations.vllm import hooks
+from mars.integrations.vllm.hooks import Hook, Method
 from mars.integrations.vllm.options import parse_dial
 
 SERVERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server", "__main__")
@@ -14,22 +14,15 @@ SERVERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.open
 
 def install() -> None:
     """Add the endpoint to the server of this process, if it is one."""
-    for name in SERVERS:
-        module = sys.modules.get(name)
-        build = getattr(module, "build_app", None)
-        if build is not None and not hasattr(build, "knows_mars"):
-            module.build_app = _with_dial(build)  # type: ignore[union-attr]
+    found = (sys.modules.get(name) for name in SERVERS)
+    reason = "vLLM's server has no other place for another endpoint"
+    hooks.install(Hook(each, "build_app", _build_app, reason) for each in found if hasattr(each, "build_app"))
 
 
-def _with_dial(build: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(build)
-    def build_app(*args: Any, **kwargs: Any) -> Any:
-        app = build(*args, **kwargs)
-        app.include_router(_router())
-        return app
-
-    build_app.knows_mars = True  # type: ignore[attr-defined]
-    return build_app
+def _build_app(original: Method, *args: Any, **kwargs: Any) -> Any:
+    app = original(*args, **kwargs)
+    app.include_router(_router())
+    return app
 
 
 def _router() -> Any:

@@ -90,26 +90,10 @@ def greedy_step(inputs: StepInputs, choices: GreedyChoices) -> StepOutputs:
     emitted = torch.empty(sequences, dtype=torch.int32, device=device)
     rejected = torch.empty_like(emitted)  # tensors of their own: a kernel is compiled anew for unaligned addresses
     windows = torch.empty((sequences, inputs.width), dtype=torch.int64, device=device)
-    _step[(sequences,)](
-        inputs.tokens,
-        inputs.starts,
-        inputs.slots,
-        inputs.kinds,
-        inputs.prefilling,
-        choices.argmax,
-        choices.tolerated,
-        choices.confident,
-        sampled,
-        emitted,
-        rejected,
-        windows,
-        inputs.counts,
-        inputs.mask_token,
-        inputs.masks,
-        WIDTH=inputs.width,
-        BLOCK=max(16, triton.next_power_of_2(inputs.width + 1)),
-        ONE_TOKEN=ONE_TOKEN,
-        THRESHOLD=THRESHOLD,
-        num_warps=1,
-    )
-    return StepOutputs(sampled, emitted, rejected, windows)
+    fed = (inputs.tokens, inputs.starts, inputs.slots, inputs.kinds, inputs.prefilling)
+    logits = (choices.argmax, choices.tolerated, choices.confident)
+    results = (sampled, emitted, rejected, windows)
+    constants = {"WIDTH": inputs.width, "BLOCK": max(16, triton.next_power_of_2(inputs.width + 1))}
+    constants |= {"ONE_TOKEN": ONE_TOKEN, "THRESHOLD": THRESHOLD, "num_warps": 1}
+    _step[(sequences,)](*fed, *logits, *results, inputs.counts, inputs.mask_token, inputs.masks, **constants)
+    return StepOutputs(*results)

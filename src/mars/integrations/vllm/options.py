@@ -1,4 +1,4 @@
-"""The plugin's options, as ``additional_config`` carries them to all of vLLM's processes, and requests' dials."""
+"""What users ask for: the plugin's options, which ``additional_config`` carries to all processes, and requests' own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from mars.errors import MarsError
 from mars.method.acceptance import Dial
+from mars.method.sampling import SamplingParams
 
 METHOD = "mars"
 """The method's name in ``--speculative-config``, and the key of its options in ``additional_config``"""
@@ -54,3 +55,18 @@ def own_dial(sampling_params: Any) -> Dial | None:
     """The dial that a request has in ``extra_args``, if any."""
     text = (getattr(sampling_params, "extra_args", None) or {}).get("dial")
     return None if text is None else parse_dial(text)
+
+
+def own_sampling(sampling_params: Any, seed: int) -> SamplingParams:
+    """How a request samples from logits that vLLM has adjusted: penalties, bans and bias are done."""
+    asked = sampling_params
+    if asked.temperature == 0:
+        return SamplingParams(seed=0)
+    return SamplingParams(asked.temperature, max(asked.top_k, 0), asked.top_p, asked.min_p, seed=seed & (2**63 - 1))
+
+
+def has_seed(sampling_params: Any) -> bool:
+    """Such a request samples with our noise in every step: its text must not depend on which steps have windows."""
+    asked = sampling_params
+    scored = getattr(asked, "logprob_token_ids", None)  # vLLM's sampler alone reports these
+    return asked.temperature > 0 and asked.seed is not None and not scored

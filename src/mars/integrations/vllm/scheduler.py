@@ -1,20 +1,17 @@
 """vLLM's schedulers with metrics that count drafts only; the asynchronous one also decides on the next windows.
 
 Mask tokens are always rejected: counted as drafts, they would lower the acceptance rate.
-
-=============================  ==================================================================================
-``EngineCore.collective_rpc``  the asynchronous scheduler must know the server's dial, which is sent to the workers
-=============================  ==================================================================================
 """
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from mars.integrations.vllm import hooks
+from mars.integrations.vllm.hooks import Hook, Method
 from mars.integrations.vllm.options import Options, own_dial
 from mars.method.acceptance import Dial
 
@@ -61,7 +58,10 @@ class AsyncMarsScheduler(UnpaddedScheduler, AsyncScheduler):
         self._next = self.options.masks
         self._masks, self._calm = self.options.masks, 0
         """Masks per window, and for how many steps the load has allowed more"""
-        _follow_dial()
+        from vllm.v1.engine.core import EngineCore
+
+        reason = "the server's dial is set in the workers, and the scheduler must know it too"
+        hooks.install([Hook(EngineCore, "collective_rpc", _collective_rpc, reason)])
 
     def set_dial(self, dial: str) -> None:
         """The dial of all requests without one of their own."""
@@ -129,20 +129,8 @@ class AsyncMarsScheduler(UnpaddedScheduler, AsyncScheduler):
         )
 
 
-def _follow_dial() -> None:
-    """The server's dial is set in the workers: set it in the scheduler too."""
-    from vllm.v1.engine.core import EngineCore
-
-    call = EngineCore.collective_rpc
-    if hasattr(call, "knows_mars"):
-        return
-
-    @wraps(call)
-    def collective_rpc(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
-        answers = call(self, method, timeout, args, kwargs)
-        if method == "mars_turn" and isinstance(self.scheduler, AsyncMarsScheduler):
-            self.scheduler.set_dial(*args)
-        return answers
-
-    collective_rpc.knows_mars = True  # type: ignore[attr-defined]
-    EngineCore.collective_rpc = collective_rpc
+def _collective_rpc(original: Method, self: Any, method: Any, timeout: Any = None, args: Any = (), *more: Any) -> Any:
+    answers = original(self, method, timeout, args, *more)
+    if method == "mars_turn" and isinstance(self.scheduler, AsyncMarsScheduler):
+        self.scheduler.set_dial(*args)
+    return answers

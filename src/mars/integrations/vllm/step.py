@@ -23,7 +23,7 @@ from mars.method.acceptance import (
     leading,
     within_tolerance,
 )
-from mars.method.sampling import Features, SamplingTensors
+from mars.method.sampling import SamplingTensors
 from mars.method.windows import WindowBatch
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -44,35 +44,26 @@ class Counts:
     """Accepted drafts that are the AR model's own choice"""
 
 
-class StepCounter:
-    """Counts on the device what steps with windows do, and on the host what sequences without windows do."""
-
-    def __init__(self, device: torch.device | str) -> None:
-        self.on_device = torch.zeros(len(astuple(Counts())), dtype=torch.int64, device=device)
-        self.single = 0
-        """Forwards of sequences without windows, each of which emits one token"""
-
-    def read(self) -> Counts:
-        counts = Counts(*self.on_device.tolist())
-        counts.forwards += self.single
-        counts.tokens += self.single
-        return counts
-
-    def reset(self) -> None:
-        self.on_device.zero_()
-        self.single = 0
-
-
 class Drafter:
     """What both paths have in common: the server's dial, and counts."""
 
     dial: Dial
-    counter: StepCounter
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.counted = torch.zeros(len(astuple(Counts())), dtype=torch.int64, device=device)
+        """Counts of steps with windows"""
+        self.single = 0
+        """Forwards of sequences without windows, each of which emits one token"""
 
     @property
     def counts(self) -> Counts:
         """This waits for the device."""
-        return self.counter.read()
+        forwards, tokens, *others = self.counted.tolist()
+        return Counts(forwards + self.single, tokens + self.single, *others)
+
+    def reset_counts(self) -> None:
+        self.counted.zero_()
+        self.single = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,26 +137,6 @@ def select(dials: DialTensors, index: Tensor | slice) -> DialTensors:
     return replace(dials, tolerance=dials.tolerance[index], trust=dials.trust[index], measure=dials.measure[index])
 
 
-def sampling_tensors(
-    temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, bias: Tensor, features: Features
-) -> SamplingTensors:
-    """How sequences sample whose logits vLLM has adjusted already: penalties, bans and bias are done."""
-    unused = torch.zeros_like(temperature)
-    return SamplingTensors(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=unused,
-        presence_penalty=unused,
-        frequency_penalty=unused,
-        seed=seed & (2**63 - 1),
-        min_position=unused,
-        bias=bias,
-        features=features,
-    )
-
-
 def step(
     inputs: StepInputs,
     logits: Tensor,
@@ -176,8 +147,8 @@ def step(
 ) -> StepOutputs:
     """A step of any sequences. ``logits`` (tokens, vocabulary) are adjusted by vLLM.
 
-    ``dials``, ``sampling`` and ``positions`` (of the last tokens) have an entry per sequence. ``barred`` (tokens,) marks
-    drafts that must not be accepted because a grammar did not validate them.
+    ``dials``, ``sampling`` and ``positions`` (of the last tokens) have an entry per sequence. ``barred`` (tokens,)
+    marks drafts that must not be accepted because a grammar did not validate them.
     """
     sequences = len(inputs.slots)
     size = max(1, MOST_LOGITS // ((inputs.width + 1) * logits.shape[1]))
@@ -190,8 +161,11 @@ def step(
         parts.append(_step(inside, logits, select(dials, chosen), part, positions[chosen], barred))
     if len(parts) == 1:
         return parts[0]
-    names = StepOutputs.__dataclass_fields__
-    return StepOutputs(*(torch.cat([getattr(each, name) for each in parts]) for name in names))
+    return StepOutputs(*(torch.cat(each) for each in zip(*map(_values, parts), strict=True)))
+
+
+def _values(outputs: StepOutputs) -> tuple[Tensor, ...]:
+    return outputs.sampled, outputs.emitted, outputs.rejected, outputs.windows
 
 
 def _step(
