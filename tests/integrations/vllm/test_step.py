@@ -88,7 +88,7 @@ cases = st.composite(Case)
 
 
 def same(left: StepOutputs, right: StepOutputs) -> None:
-    for name in StepOutputs.__dataclass_fields__:
+    for name in StepOutputs._fields:
         assert getattr(left, name).tolist() == getattr(right, name).tolist(), name
 
 
@@ -211,7 +211,7 @@ def test_greedy_choices_leave_out_what_no_dial_needs() -> None:
     exact, relaxed, threshold = (
         DialTensors.of([Dial.parse(each)] * 3) for each in ("exact", "relaxed=0.5", "threshold=0.5")
     )
-    assert astuple(GreedyChoices.of(tokens, logits, exact))[1:] == (None, None)
+    assert GreedyChoices.of(tokens, logits, exact)[1:] == (None, None)
     assert GreedyChoices.of(tokens, logits, relaxed).confident is None
     assert GreedyChoices.of(tokens, logits, threshold).tolerated is None
 

@@ -21,17 +21,8 @@ from mars.integrations.vllm import hooks
 from mars.integrations.vllm.cuda_graphs import init_candidates
 from mars.integrations.vllm.hooks import Hook, Method
 from mars.integrations.vllm.kernel import greedy_step
-from mars.integrations.vllm.options import Options, has_seed, own_dial, own_sampling
-from mars.integrations.vllm.step import (
-    KINDS,
-    THRESHOLD,
-    Drafter,
-    GreedyChoices,
-    StepInputs,
-    StepOutputs,
-    select,
-    step,
-)
+from mars.integrations.vllm.options import Options, has_seed, log, own_dial, own_sampling
+from mars.integrations.vllm.step import KINDS, THRESHOLD, Drafter, GreedyChoices, StepInputs, StepOutputs, select, step
 from mars.integrations.vllm.synchronous import ban_mask_token
 from mars.method.acceptance import Dial, DialFeatures, DialTensors
 from mars.method.sampling import SamplingParams, SamplingTensors
@@ -114,14 +105,12 @@ class Speculator(Drafter):
     num_query_per_req, num_extra_query_per_req = 1, 0
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
-        super().__init__(device)
-        options = Options.read(vllm_config)
-        assert options is not None
-        self.mask_token, self.width = options.mask, 2 * options.masks
-        self.masks = options.masks
+        super().__init__(vllm_config, device)
+        self.mask_token, self.width = self.options.mask, 2 * self.options.masks
+        self.masks = self.options.masks
         """Masks per window of the next step: the scheduler decides"""
         slots = vllm_config.scheduler_config.max_num_seqs
-        self.requests = RequestTable(slots, device, Dial.parse(options.dial))
+        self.requests = RequestTable(slots, device, Dial.parse(self.options.dial))
         self.model = torch.nn.Module()  # there is no draft model; vLLM looks through it for experts
         self._only_masks = torch.full((slots, self.width), self.mask_token, device=device)
         self._next: Tensor | None = None
@@ -142,10 +131,7 @@ class Speculator(Drafter):
         if runner.sampler is None:
             return
         if not _is_known(runner.sampler):
-            from vllm.logger import init_logger
-
-            warning = "mars does not know vLLM's %s: requests get one token per step"
-            init_logger("vllm.mars").warning(warning, type(runner.sampler).__name__)
+            log("warning", f"mars cannot stand in for vLLM's {type(runner.sampler).__name__}: one token per step")
             return
         self._vllm, self._vllm_rejection = runner.sampler, runner.rejection_sampler
         self._adjuster = copy(runner.sampler)
@@ -189,7 +175,7 @@ class Speculator(Drafter):
             return self._vllm(logits, batch)
         inputs = replace(self._inputs_of(batch), counts=torch.zeros_like(self.counted))
         outputs, logprobs = self._decide(inputs, logits, batch)
-        outputs = replace(outputs, sampled=outputs.sampled[:, :1].contiguous())
+        outputs = outputs._replace(sampled=outputs.sampled[:, :1].contiguous())
         return self._sampler_output(outputs, logits, logprobs)
 
     def sample(self, logits: Tensor, batch: Any, _: None = None, invalid_drafts: Tensor | None = None) -> Any:
@@ -232,19 +218,9 @@ class Speculator(Drafter):
     def _decide(
         self, inputs: StepInputs, logits: Tensor, batch: Any, barred: Tensor | None = None
     ) -> tuple[StepOutputs, Any]:
-        positions = batch.positions[batch.logits_indices]
-        adjusted = _call(
-            self._adjuster.apply_sampling_params,
-            logits=logits,
-            expanded_idx_mapping=batch.expanded_idx_mapping,
-            idx_mapping=batch.idx_mapping,
-            idx_mapping_np=batch.idx_mapping_np,
-            pos=positions,
-            input_ids=inputs.tokens,
-            expanded_local_pos=batch.expanded_local_pos,
-            seq_lens_upper_bound_np=batch.seq_lens_cpu_upper_bound.numpy(),
-            skip_top_k_top_p=True,
-        )
+        positions, lengths = batch.positions[batch.logits_indices], batch.seq_lens_cpu_upper_bound.numpy()
+        told = {"pos": positions, "input_ids": inputs.tokens, "seq_lens_upper_bound_np": lengths}
+        adjusted = _call(self._adjuster.apply_sampling_params, batch, **told, logits=logits, skip_top_k_top_p=True)
         dials = self.requests.dials(batch.idx_mapping, batch.idx_mapping_np)
         sampling, size = [self.requests.sampling[slot] for slot in batch.idx_mapping_np], logits.shape[1]
         tensors = SamplingTensors.of(sampling, size, device=logits.device)
@@ -256,17 +232,8 @@ class Speculator(Drafter):
             pairs = zip(sampling, np.diff(batch.cu_num_logits_np), strict=True)
             per_token = [each for each, length in pairs for _ in range(length)]
             logits = SamplingTensors.of(per_token, size, device=logits.device).scores(adjusted.float()[:, None])[:, 0]
-        logprobs = _call(
-            self._vllm_rejection._get_logprobs_tensors,
-            input_batch=batch,
-            sampled=outputs.sampled,
-            num_sampled=outputs.emitted,
-            logits=logits,
-            cu_num_logits=batch.cu_num_logits,
-            cu_num_logits_np=batch.cu_num_logits_np,
-            max_num_logprobs=most,
-        )
-        return outputs, logprobs
+        told = {"sampled": outputs.sampled, "num_sampled": outputs.emitted, "max_num_logprobs": most}
+        return outputs, _call(self._vllm_rejection._get_logprobs_tensors, batch, **told, logits=logits)
 
     def propose(self, input_batch: Any, *_: Any, dummy_run: bool = False, **__: Any) -> Tensor:
         """The tokens behind every sequence's newest one."""
@@ -301,10 +268,11 @@ def _is_known(sampler: Any) -> bool:
     return type(sampler) is Sampler and not getattr(sampler, "return_sampling_mask", False)
 
 
-def _call(function: Method, **arguments: Any) -> Any:
-    """Call it with those arguments that it has: vLLM's versions differ."""
-    names = signature(function).parameters
-    return function(**{name: value for name, value in arguments.items() if name in names})
+def _call(function: Method, batch: Any, **told: Any) -> Any:
+    """Call it with what it asks for, of ``told`` or of the batch: vLLM's versions differ."""
+    told["input_batch"] = batch
+    names = [name for name in signature(function).parameters if name in told or hasattr(batch, name)]
+    return function(**{name: told[name] if name in told else getattr(batch, name) for name in names})
 
 
 def install() -> None:

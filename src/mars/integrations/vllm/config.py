@@ -7,6 +7,7 @@ Otherwise, or where asynchronous scheduling is switched off, the synchronous one
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,13 +17,13 @@ from mars.errors import MarsError
 from mars.integrations.vllm import endpoints, hooks
 from mars.integrations.vllm.cuda_graphs import capture_sizes
 from mars.integrations.vllm.hooks import Hook, Method
-from mars.integrations.vllm.options import METHOD, Options, own_dial, parse_dial
+from mars.integrations.vllm.options import METHOD, Options, log, own_dial, parse_dial
 from mars.models.settings import Settings
 
 OLDEST, NEWEST = (0, 24), (0, 32)
 PROPOSER = "mars.integrations.vllm.synchronous.Proposer"
-SCHEDULER = "mars.integrations.vllm.scheduler.MarsScheduler"
-ASYNC_SCHEDULER = "mars.integrations.vllm.scheduler.AsyncMarsScheduler"
+EXTENSION = "mars.integrations.vllm.worker.Extension"
+SCHEDULERS = "mars.integrations.vllm.scheduler"
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's own switch: 0 selects the first model runner, hence the synchronous path"""
 FREE_TOKENS = 322
@@ -31,7 +32,6 @@ FREE_OPERATIONS = 2.4e12
 """Operations of a step that takes no longer than the host needs to prepare one: small models may feed more tokens"""
 MOST_SEQUENCES = 256
 """Most sequences with windows, unless the option ``windows`` says otherwise: each count needs a CUDA graph"""
-EXTENSION = "mars.integrations.vllm.worker.Extension"
 OPTIONS = ("dial", "masks", "windows")
 
 
@@ -87,7 +87,7 @@ def translate(arguments: Any) -> None:
     if unknown := asked.keys() - set(OPTIONS):
         raise MarsError(f"--speculative-config has no {min(unknown)!r} for mars: use {', '.join(OPTIONS)}")
     asynchronous = _is_asynchronous(arguments)
-    scheduler = ASYNC_SCHEDULER if asynchronous else SCHEDULER
+    scheduler = f"{SCHEDULERS}.{'AsyncMarsScheduler' if asynchronous else 'MarsScheduler'}"
     for option, value in (("worker_extension_cls", EXTENSION), ("scheduler_cls", scheduler)):
         if getattr(arguments, option) not in (None, "", value):
             raise MarsError(f"mars needs --{option.replace('_', '-')} for itself: leave it out")
@@ -118,18 +118,15 @@ def translate(arguments: Any) -> None:
 def _is_asynchronous(arguments: Any) -> bool:
     """Is it the asynchronous path?"""
     from vllm import envs
-    from vllm.logger import init_logger
     from vllm.platforms import current_platform
 
     possible = current_platform.is_cuda() and envs.VLLM_USE_V2_MODEL_RUNNER is not False
     if not possible or arguments.async_scheduling is False:
         return False
     if _frees_pages_too_early(arguments):
-        warning = "mars needs vLLM 0.26 or newer for asynchronous scheduling of a model with sliding windows"
-        init_logger("vllm.mars").warning(warning)
+        log("warning", "mars needs vLLM 0.26 for asynchronous scheduling of a model with sliding windows")
         arguments.async_scheduling = False
-        return False
-    return True
+    return arguments.async_scheduling is not False
 
 
 def _frees_pages_too_early(arguments: Any) -> bool:
@@ -143,12 +140,8 @@ def _frees_pages_too_early(arguments: Any) -> bool:
 
 def _use_second_runner(arguments: Any, options: Options) -> None:
     """vLLM schedules asynchronously with few methods of speculation: take the name of one of them."""
-    from vllm.logger import init_logger
-
     os.environ[RUNNER] = "1"  # the processes that vLLM starts read it, too
-    init_logger("vllm.mars").info(
-        "mars uses asynchronous scheduling and vLLM's second model runner: %s=0 avoids it", RUNNER
-    )
+    log("info", f"mars uses asynchronous scheduling and vLLM's second model runner: {RUNNER}=0 avoids it")
     width = 2 * options.masks
     arguments.speculative_config = {"method": "ngram_gpu", "model": METHOD, "num_speculative_tokens": width}
     sizes = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
@@ -171,11 +164,8 @@ def _most_sequences(arguments: Any, masks: int) -> int:
 
 def _text_config(arguments: Any) -> Any:
     """The model's config, from its checkpoint."""
-    return AutoConfig.from_pretrained(
-        arguments.hf_config_path or arguments.model,
-        revision=arguments.revision,
-        trust_remote_code=arguments.trust_remote_code,
-    ).get_text_config()
+    source, options = arguments.hf_config_path or arguments.model, {"trust_remote_code": arguments.trust_remote_code}
+    return AutoConfig.from_pretrained(source, revision=arguments.revision, **options).get_text_config()
 
 
 def _whole(name: str, number: Any, least: int, most: int) -> int:
@@ -186,18 +176,12 @@ def _whole(name: str, number: Any, least: int, most: int) -> int:
 
 def _settings(arguments: Any) -> Settings:
     """The checkpoint's settings, from its ``generation_config.json``."""
-    try:
-        config = GenerationConfig.from_pretrained(
-            arguments.hf_config_path or arguments.model, revision=arguments.revision
-        )
-    except OSError:
-        config = None
-    settings = Settings.read(config)
+    source, settings = arguments.hf_config_path or arguments.model, None
+    with suppress(OSError):
+        settings = Settings.read(GenerationConfig.from_pretrained(source, revision=arguments.revision))
     if settings is None:
-        raise MarsError(
-            f"{arguments.model} has no MARS settings in its generation_config.json: train it with `mars train`, "
-            "or leave out the method mars"
-        )
+        advice = "train it with `mars train`, or leave out the method mars"
+        raise MarsError(f"{arguments.model} has no MARS settings in its generation_config.json: {advice}")
     return settings
 
 

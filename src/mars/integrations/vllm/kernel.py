@@ -86,14 +86,14 @@ def _step(
 def greedy_step(inputs: StepInputs, choices: GreedyChoices) -> StepOutputs:
     """A step in which every sequence is greedy and no draft is banned."""
     sequences, device = len(inputs.slots), inputs.tokens.device
-    sampled = torch.empty((sequences, inputs.width + 1), dtype=torch.int64, device=device)
-    emitted = torch.empty(sequences, dtype=torch.int32, device=device)
-    rejected = torch.empty_like(emitted)  # tensors of their own: a kernel is compiled anew for unaligned addresses
-    windows = torch.empty((sequences, inputs.width), dtype=torch.int64, device=device)
+    results = StepOutputs(
+        sampled=torch.empty((sequences, inputs.width + 1), dtype=torch.int64, device=device),
+        emitted=torch.empty(sequences, dtype=torch.int32, device=device),
+        rejected=torch.empty(sequences, dtype=torch.int32, device=device),
+        windows=torch.empty((sequences, inputs.width), dtype=torch.int64, device=device),
+    )
     fed = (inputs.tokens, inputs.starts, inputs.slots, inputs.kinds, inputs.prefilling)
-    logits = (choices.argmax, choices.tolerated, choices.confident)
-    results = (sampled, emitted, rejected, windows)
     constants = {"WIDTH": inputs.width, "BLOCK": max(16, triton.next_power_of_2(inputs.width + 1))}
     constants |= {"ONE_TOKEN": ONE_TOKEN, "THRESHOLD": THRESHOLD, "num_warps": 1}
-    _step[(sequences,)](*fed, *logits, *results, inputs.counts, inputs.mask_token, inputs.masks, **constants)
-    return StepOutputs(*results)
+    _step[(sequences,)](*fed, *choices, *results, inputs.counts, inputs.mask_token, inputs.masks, **constants)
+    return results

@@ -70,3 +70,10 @@ def has_seed(sampling_params: Any) -> bool:
     asked = sampling_params
     scored = getattr(asked, "logprob_token_ids", None)  # vLLM's sampler alone reports these
     return asked.temperature > 0 and asked.seed is not None and not scored
+
+
+def log(level: str, message: str) -> None:
+    """To vLLM's own log."""
+    from vllm.logger import init_logger
+
+    getattr(init_logger("vllm.mars"), level)(message)

@@ -7,22 +7,14 @@ for greedy sequences in one launch.
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass, replace
-from typing import get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from mars.integrations.vllm.options import Options
 from mars.integrations.vllm.window import read_windows
-from mars.method.acceptance import (
-    Decision,
-    Dial,
-    DialTensors,
-    Kind,
-    confidence,
-    decide,
-    leading,
-    within_tolerance,
-)
+from mars.method.acceptance import Decision, Dial, DialTensors, Kind, confidence, decide, leading, within_tolerance
 from mars.method.sampling import SamplingTensors
 from mars.method.windows import WindowBatch
 
@@ -45,11 +37,14 @@ class Counts:
 
 
 class Drafter:
-    """What both paths have in common: the server's dial, and counts."""
+    """What both paths have in common: options, the server's dial, and counts."""
 
     dial: Dial
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, vllm_config: Any, device: torch.device | str) -> None:
+        options = Options.read(vllm_config)
+        assert options is not None
+        self.options = options
         self.counted = torch.zeros(len(astuple(Counts())), dtype=torch.int64, device=device)
         """Counts of steps with windows"""
         self.single = 0
@@ -88,14 +83,14 @@ class StepInputs:
     width: int
     """Tokens behind the last one in a full window"""
 
-    def part(self, begin: int, end: int) -> StepInputs:
-        """The sequences from ``begin`` to ``end``; their windows stay where they are among the tokens."""
-        prefilling = None if self.prefilling is None else self.prefilling[begin:end]
-        return replace(self, starts=self.starts[begin : end + 1], slots=self.slots[begin:end], prefilling=prefilling)
+    def part(self, chosen: slice) -> StepInputs:
+        """Some of the sequences; their windows stay where they are among the tokens."""
+        starts = self.starts[chosen.start : chosen.stop + 1]
+        prefilling = None if self.prefilling is None else self.prefilling[chosen]
+        return replace(self, starts=starts, slots=self.slots[chosen], prefilling=prefilling)
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutputs:
+class StepOutputs(NamedTuple):
     """What came of a step, and what the next one is fed; an entry per sequence."""
 
     sampled: Tensor
@@ -108,8 +103,7 @@ class StepOutputs:
     """(sequences, width): what is fed behind the newest token: drafts, then masks"""
 
 
-@dataclass(frozen=True, slots=True)
-class GreedyChoices:
+class GreedyChoices(NamedTuple):
     """What the step of greedy sequences needs of the logits, an entry per token that was fed."""
 
     argmax: Tensor
@@ -150,35 +144,17 @@ def step(
     ``dials``, ``sampling`` and ``positions`` (of the last tokens) have an entry per sequence. ``barred`` (tokens,)
     marks drafts that must not be accepted because a grammar did not validate them.
     """
-    sequences = len(inputs.slots)
-    size = max(1, MOST_LOGITS // ((inputs.width + 1) * logits.shape[1]))
-    parts: list[StepOutputs] = []
-    for begin in range(0, sequences, size):
-        chosen = slice(begin, begin + size)
-        names = (*SamplingTensors.FLOATS, *SamplingTensors.INTEGERS)
-        part = replace(sampling, **{name: getattr(sampling, name)[chosen] for name in names})
-        inside = inputs.part(begin, min(begin + size, sequences))
-        parts.append(_step(inside, logits, select(dials, chosen), part, positions[chosen], barred))
-    if len(parts) == 1:
-        return parts[0]
-    return StepOutputs(*(torch.cat(each) for each in zip(*map(_values, parts), strict=True)))
-
-
-def _values(outputs: StepOutputs) -> tuple[Tensor, ...]:
-    return outputs.sampled, outputs.emitted, outputs.rejected, outputs.windows
-
-
-def _step(
-    inputs: StepInputs,
-    logits: Tensor,
-    dials: DialTensors,
-    sampling: SamplingTensors,
-    positions: Tensor,
-    barred: Tensor | None,
-) -> StepOutputs:
-    windows = read_windows(
-        inputs.tokens, inputs.starts, mask_token=inputs.mask_token, width=inputs.width, masks=inputs.masks
-    )
+    sequences, size = len(inputs.slots), max(1, MOST_LOGITS // ((inputs.width + 1) * logits.shape[1]))
+    if sequences > size:
+        parts = []
+        for begin in range(0, sequences, size):
+            part = slice(begin, min(begin + size, sequences))
+            names = (*SamplingTensors.FLOATS, *SamplingTensors.INTEGERS)
+            some = replace(sampling, **{name: getattr(sampling, name)[part] for name in names})
+            parts.append(step(inputs.part(part), logits, select(dials, part), some, positions[part], barred))
+        return StepOutputs(*map(torch.cat, zip(*parts, strict=True)))
+    layout = {"mask_token": inputs.mask_token, "width": inputs.width, "masks": inputs.masks}
+    windows = read_windows(inputs.tokens, inputs.starts, **layout)
     if barred is not None or dials.features.measures:
         windows = _without_banned(windows, logits, barred)
     kinds = None if inputs.kinds is None else inputs.kinds[inputs.slots.long()]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mars.integrations.vllm import hooks
 from mars.integrations.vllm.hooks import Hook, Method
-from mars.integrations.vllm.options import Options, has_seed, own_dial, own_sampling
+from mars.integrations.vllm.options import has_seed, own_dial, own_sampling
 from mars.integrations.vllm.step import KINDS, Drafter, StepInputs, step
 from mars.method.acceptance import Dial, DialTensors
 from mars.method.sampling import SamplingParams, SamplingTensors
@@ -27,11 +27,8 @@ class Proposer(Drafter):
     """Drafts from the target's own masks. Between steps it keeps the server's dial, counts and the next windows."""
 
     def __init__(self, vllm_config: Any) -> None:
-        super().__init__(vllm_config.device_config.device)
-        options = Options.read(vllm_config)
-        assert options is not None
-        self.options = options
-        self.dial = Dial.parse(options.dial)
+        super().__init__(vllm_config, vllm_config.device_config.device)
+        self.dial = Dial.parse(self.options.dial)
         self.seed: int = vllm_config.model_config.seed
         self._next: list[list[int]] = []
         install()
