@@ -45,8 +45,9 @@ def test_greedy_sequences_take_the_argmax(told: dict[str, Any], engine: str) -> 
 
 
 def test_the_scheduler_counts_what_the_device_counts(told: dict[str, Any]) -> None:
+    """But for the steps that were dispatched for requests before it was known that they had ended."""
     for metrics, state in (("metrics", "state"), ("windows metrics", "windows state")):
-        assert told[metrics]["accepted_tokens"] == pytest.approx(told[state]["accepted"], rel=0.05)
+        assert told[metrics]["accepted_tokens"] == pytest.approx(told[state]["accepted"], rel=0.05, abs=4)
         assert told[metrics]["draft_tokens"] == pytest.approx(told[state]["drafts"], rel=0.05)
         assert told[state]["accepted"] == told[state]["agreed"] > 20
         assert told[state]["tokens"] == told[state]["forwards"] + told[state]["accepted"]

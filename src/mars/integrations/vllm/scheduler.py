@@ -129,8 +129,10 @@ class AsyncMarsScheduler(UnpaddedScheduler, AsyncScheduler):
         )
 
 
-def _collective_rpc(original: Method, self: Any, method: Any, timeout: Any = None, args: Any = (), *more: Any) -> Any:
-    answers = original(self, method, timeout, args, *more)
+def _collective_rpc(
+    original: Method, self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+) -> Any:
+    answers = original(self, method, timeout, args, kwargs)
     if method == "mars_turn" and isinstance(self.scheduler, AsyncMarsScheduler):
         self.scheduler.set_dial(*args)
     return answers
