@@ -19,10 +19,20 @@ from torch import Tensor
 from mars.errors import MarsError
 from mars.integrations.vllm import hooks
 from mars.integrations.vllm.cuda_graphs import init_candidates
-from mars.integrations.vllm.hooks import Hook, Method
+from mars.integrations.vllm.hooks import Method
 from mars.integrations.vllm.kernel import greedy_step
 from mars.integrations.vllm.options import Options, has_seed, log, own_dial, own_sampling
-from mars.integrations.vllm.step import KINDS, THRESHOLD, Drafter, GreedyChoices, StepInputs, StepOutputs, select, step
+from mars.integrations.vllm.step import (
+    KINDS,
+    THRESHOLD,
+    Drafter,
+    GreedyChoices,
+    StepInputs,
+    StepOutputs,
+    select,
+    step,
+    token_scores,
+)
 from mars.integrations.vllm.synchronous import ban_mask_token
 from mars.method.acceptance import Dial, DialFeatures, DialTensors
 from mars.method.sampling import SamplingParams, SamplingTensors
@@ -130,7 +140,9 @@ class Speculator(Drafter):
         ban_mask_token(runner.model, self.mask_token)
         if runner.sampler is None:
             return
-        if not _is_known(runner.sampler):
+        from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+        if type(runner.sampler) is not Sampler or getattr(runner.sampler, "return_sampling_mask", False):
             log("warning", f"mars cannot stand in for vLLM's {type(runner.sampler).__name__}: one token per step")
             return
         self._vllm, self._vllm_rejection = runner.sampler, runner.rejection_sampler
@@ -219,21 +231,19 @@ class Speculator(Drafter):
         self, inputs: StepInputs, logits: Tensor, batch: Any, barred: Tensor | None = None
     ) -> tuple[StepOutputs, Any]:
         positions, lengths = batch.positions[batch.logits_indices], batch.seq_lens_cpu_upper_bound.numpy()
-        told = {"pos": positions, "input_ids": inputs.tokens, "seq_lens_upper_bound_np": lengths}
-        adjusted = _call(self._adjuster.apply_sampling_params, batch, **told, logits=logits, skip_top_k_top_p=True)
+        more = {"pos": positions, "input_ids": inputs.tokens, "seq_lens_upper_bound_np": lengths}
+        adjusted = _call(self._adjuster.apply_sampling_params, batch, **more, logits=logits, skip_top_k_top_p=True)
         dials = self.requests.dials(batch.idx_mapping, batch.idx_mapping_np)
-        sampling, size = [self.requests.sampling[slot] for slot in batch.idx_mapping_np], logits.shape[1]
-        tensors = SamplingTensors.of(sampling, size, device=logits.device)
+        sampling = [self.requests.sampling[slot] for slot in batch.idx_mapping_np]
+        tensors = SamplingTensors.of(sampling, logits.shape[1], device=logits.device)
         outputs = step(inputs, adjusted, dials, tensors, positions[inputs.starts[:-1].long()], barred)
         most = self._vllm.sampling_states.max_num_logprobs(batch.idx_mapping_np)
         if most < 0:
             return outputs, None
         if self._vllm.logprobs_mode.startswith("processed"):
-            pairs = zip(sampling, np.diff(batch.cu_num_logits_np), strict=True)
-            per_token = [each for each, length in pairs for _ in range(length)]
-            logits = SamplingTensors.of(per_token, size, device=logits.device).scores(adjusted.float()[:, None])[:, 0]
-        told = {"sampled": outputs.sampled, "num_sampled": outputs.emitted, "max_num_logprobs": most}
-        return outputs, _call(self._vllm_rejection._get_logprobs_tensors, batch, **told, logits=logits)
+            logits = token_scores(adjusted, sampling, np.diff(batch.cu_num_logits_np))
+        more = {"sampled": outputs.sampled, "num_sampled": outputs.emitted, "max_num_logprobs": most}
+        return outputs, _call(self._vllm_rejection._get_logprobs_tensors, batch, **more, logits=logits)
 
     def propose(self, input_batch: Any, *_: Any, dummy_run: bool = False, **__: Any) -> Tensor:
         """The tokens behind every sequence's newest one."""
@@ -261,18 +271,10 @@ def _prefilling(batch: Any) -> Any:
     return batch.num_computed_tokens_np + batch.num_scheduled_tokens < batch.prefill_len_np
 
 
-def _is_known(sampler: Any) -> bool:
-    """Does vLLM sample as it does by default, so that ours can stand in?"""
-    from vllm.v1.worker.gpu.sample.sampler import Sampler
-
-    return type(sampler) is Sampler and not getattr(sampler, "return_sampling_mask", False)
-
-
-def _call(function: Method, batch: Any, **told: Any) -> Any:
-    """Call it with what it asks for, of ``told`` or of the batch: vLLM's versions differ."""
-    told["input_batch"] = batch
-    names = [name for name in signature(function).parameters if name in told or hasattr(batch, name)]
-    return function(**{name: told[name] if name in told else getattr(batch, name) for name in names})
+def _call(function: Method, batch: Any, **more: Any) -> Any:
+    """Call it with those fields of the batch, and of ``more``, that it has as parameters: vLLM's versions differ."""
+    given = vars(batch) | more | {"input_batch": batch}
+    return function(**{name: given[name] for name in signature(function).parameters if name in given})
 
 
 def install() -> None:
@@ -283,8 +285,7 @@ def install() -> None:
 
     runner = model_runner.GPUModelRunner
     hooks.install(
-        Hook(*each)
-        for each in (
+        (
             (model_runner, "init_speculator", _init_speculator, "vLLM cannot choose a speculator that is not its own"),
             (runner, "load_model", _load_model, "then there are a model and samplers to put ours in front of"),
             (runner, "execute_model", _execute_model, "vLLM 0.24 tells no speculator how long the next windows are"),

@@ -16,7 +16,7 @@ from transformers import AutoConfig, GenerationConfig
 from mars.errors import MarsError
 from mars.integrations.vllm import endpoints, hooks
 from mars.integrations.vllm.cuda_graphs import capture_sizes
-from mars.integrations.vllm.hooks import Hook, Method
+from mars.integrations.vllm.hooks import Method
 from mars.integrations.vllm.options import METHOD, Options, log, own_dial, parse_dial
 from mars.models.settings import Settings
 
@@ -43,8 +43,7 @@ def install() -> None:
 
     refused = "_get_v2_model_runner_unsupported_features"
     hooks.install(
-        Hook(*each)
-        for each in (
+        (
             (EngineArgs, "create_engine_config", _create_engine_config, "vLLM does not know the method's name"),
             (SamplingParams, "verify", _verify, "in the engine, a request's bad dial would stop everything"),
             (VllmConfig, refused, _unsupported_features, "vLLM 0.24 refuses ngram_gpu in its second runner"),
@@ -82,7 +81,13 @@ def _use_ngram_gpu(original: Method, self: Any) -> bool:
 
 def translate(arguments: Any) -> None:
     """Replace our method by options that vLLM knows, or say why that is impossible."""
-    _check_version()
+    import vllm
+
+    if not OLDEST <= _version() <= NEWEST:
+        oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
+        raise MarsError(
+            f"MARS works with vLLM {oldest} to {newest}, and this is {vllm.__version__}: install one of these"
+        )
     asked = {name: value for name, value in arguments.speculative_config.items() if name != "method"}
     if unknown := asked.keys() - set(OPTIONS):
         raise MarsError(f"--speculative-config has no {min(unknown)!r} for mars: use {', '.join(OPTIONS)}")
@@ -183,14 +188,6 @@ def _settings(arguments: Any) -> Settings:
         advice = "train it with `mars train`, or leave out the method mars"
         raise MarsError(f"{arguments.model} has no MARS settings in its generation_config.json: {advice}")
     return settings
-
-
-def _check_version() -> None:
-    from vllm import __version__
-
-    if not OLDEST <= _version() <= NEWEST:
-        oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
-        raise MarsError(f"MARS works with vLLM {oldest} to {newest}, and this is {__version__}: install one of these")
 
 
 def _version() -> tuple[int, ...]:

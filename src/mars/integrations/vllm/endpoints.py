@@ -5,7 +5,7 @@ from typing import Any
 
 from mars.errors import MarsError
 from mars.integrations.vllm import hooks
-from mars.integrations.vllm.hooks import Hook, Method
+from mars.integrations.vllm.hooks import Method
 from mars.integrations.vllm.options import parse_dial
 
 SERVERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server", "__main__")
@@ -16,7 +16,7 @@ def install() -> None:
     """Add the endpoint to the server of this process, if it is one."""
     found = (sys.modules.get(name) for name in SERVERS)
     reason = "vLLM's server has no other place for another endpoint"
-    hooks.install(Hook(each, "build_app", _build_app, reason) for each in found if hasattr(each, "build_app"))
+    hooks.install((each, "build_app", _build_app, reason) for each in found if hasattr(each, "build_app"))
 
 
 def _build_app(original: Method, *args: Any, **kwargs: Any) -> Any:

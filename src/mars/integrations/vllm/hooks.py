@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 from mars.errors import MarsError
 
 Method = Callable[..., Any]
+Hook = tuple[Any, str, Method, str]
+"""A class or module, the name of a method, the function that is called instead, and the reason.
 
-
-class Hook(NamedTuple):
-    """``function`` is called instead of a method, with that method in front of its arguments."""
-
-    target: Any
-    name: str
-    function: Method
-    reason: str
+The function gets the original method in front of its arguments.
+"""
 
 
 def install(hooks: Iterable[Hook]) -> None:

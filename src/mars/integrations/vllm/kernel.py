@@ -57,8 +57,8 @@ def _step(
         drafts = tl.where(kind == ONE_TOKEN, 0, drafts)
     drafts = tl.where(accepted == before, drafts, 0)
     if confident is not None:
-        sure = tl.load(confident + start + before + 1 + column, mask=column < drafts, other=0) != 0
-        trusted = tl.min(tl.where(sure, BLOCK, column), 0)
+        enough = tl.load(confident + start + before + 1 + column, mask=column < drafts, other=0) != 0
+        trusted = tl.min(tl.where(enough, BLOCK, column), 0)
         drafts = tl.where(kind == THRESHOLD, tl.minimum(trusted, drafts), drafts)
     written, left = accepted + 1, length - accepted
     if prefilling is not None:

@@ -28,11 +28,9 @@ class Options:
     @classmethod
     def read(cls, vllm_config: Any) -> Options | None:
         """None: the engine was started without the method."""
-        stored = (vllm_config.additional_config or {}).get(METHOD)
-        if stored is None:
+        if (stored := (vllm_config.additional_config or {}).get(METHOD)) is None:
             return None
-        windows = {int(fewest): masks for fewest, masks in stored["windows"].items()}
-        return cls(stored["mask"], stored["masks"], stored["dial"], windows)
+        return cls(**stored | {"windows": {int(fewest): masks for fewest, masks in stored["windows"].items()}})
 
     def masks_for(self, sequences: int) -> int:
         """Masks per window while so many sequences are running."""
@@ -57,19 +55,18 @@ def own_dial(sampling_params: Any) -> Dial | None:
     return None if text is None else parse_dial(text)
 
 
-def own_sampling(sampling_params: Any, seed: int) -> SamplingParams:
+def own_sampling(params: Any, seed: int) -> SamplingParams:
     """How a request samples from logits that vLLM has adjusted: penalties, bans and bias are done."""
-    asked = sampling_params
-    if asked.temperature == 0:
+    if params.temperature == 0:
         return SamplingParams(seed=0)
-    return SamplingParams(asked.temperature, max(asked.top_k, 0), asked.top_p, asked.min_p, seed=seed & (2**63 - 1))
+    top_k, seed = max(params.top_k, 0), seed & (2**63 - 1)
+    return SamplingParams(params.temperature, top_k, params.top_p, params.min_p, seed=seed)
 
 
-def has_seed(sampling_params: Any) -> bool:
+def has_seed(params: Any) -> bool:
     """Such a request samples with our noise in every step: its text must not depend on which steps have windows."""
-    asked = sampling_params
-    scored = getattr(asked, "logprob_token_ids", None)  # vLLM's sampler alone reports these
-    return asked.temperature > 0 and asked.seed is not None and not scored
+    scored = getattr(params, "logprob_token_ids", None)  # vLLM's sampler alone reports these
+    return params.temperature > 0 and params.seed is not None and not scored
 
 
 def log(level: str, message: str) -> None:

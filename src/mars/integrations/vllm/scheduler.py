@@ -11,7 +11,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from mars.integrations.vllm import hooks
-from mars.integrations.vllm.hooks import Hook, Method
+from mars.integrations.vllm.hooks import Method
 from mars.integrations.vllm.options import Options, own_dial
 from mars.method.acceptance import Dial
 
@@ -61,7 +61,7 @@ class AsyncMarsScheduler(UnpaddedScheduler, AsyncScheduler):
         from vllm.v1.engine.core import EngineCore
 
         reason = "the server's dial is set in the workers, and the scheduler must know it too"
-        hooks.install([Hook(EngineCore, "collective_rpc", _collective_rpc, reason)])
+        hooks.install([(EngineCore, "collective_rpc", _collective_rpc, reason)])
 
     def set_dial(self, dial: str) -> None:
         """The dial of all requests without one of their own."""

@@ -6,6 +6,7 @@ for greedy sequences in one launch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple, get_args
 
@@ -15,12 +16,12 @@ from torch import Tensor
 from mars.integrations.vllm.options import Options
 from mars.integrations.vllm.window import read_windows
 from mars.method.acceptance import Decision, Dial, DialTensors, Kind, confidence, decide, leading, within_tolerance
-from mars.method.sampling import SamplingTensors
+from mars.method.sampling import SamplingParams, SamplingTensors
 from mars.method.windows import WindowBatch
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 ONE_TOKEN, THRESHOLD = KINDS.index("one-token"), KINDS.index("threshold")
-MOST_LOGITS = 2**26
+MOST_LOGITS = 2**25
 """Logits that `decide` gets at once: it makes several tensors of their size, for which vLLM keeps no memory"""
 
 
@@ -195,3 +196,10 @@ def _outputs(inputs: StepInputs, windows: WindowBatch, decision: Decision, kinds
     counted = (emits.long(), emitted, *(each * emits for each in (windows.draft_count, decision.accepted, agreed)))
     inputs.counts.add_(torch.stack([each.sum() for each in counted]))
     return StepOutputs(sampled, emitted.int(), rejected.int(), following)
+
+
+def token_scores(adjusted: Tensor, sampling: Sequence[SamplingParams], lengths: Iterable[int]) -> Tensor:
+    """(tokens, vocabulary): what sequences sample from, for windows of such ``lengths``."""
+    params = [each for each, length in zip(sampling, lengths, strict=True) for _ in range(length)]
+    tensors = SamplingTensors.of(params, adjusted.shape[1], device=adjusted.device)
+    return tensors.scores(adjusted.float()[:, None])[:, 0]

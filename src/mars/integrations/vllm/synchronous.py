@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from mars.integrations.vllm import hooks
-from mars.integrations.vllm.hooks import Hook, Method
+from mars.integrations.vllm.hooks import Method
 from mars.integrations.vllm.options import has_seed, own_dial, own_sampling
-from mars.integrations.vllm.step import KINDS, Drafter, StepInputs, step
+from mars.integrations.vllm.step import KINDS, Drafter, StepInputs, step, token_scores
 from mars.method.acceptance import Dial, DialTensors
 from mars.method.sampling import SamplingParams, SamplingTensors
 from mars.method.tensors import send
@@ -72,15 +72,21 @@ class Proposer(Drafter):
             masks=masks,
             width=2 * self.options.masks,
         )
-        adjusted = _adjust(runner, logits, metadata)
-        sampling = self._sampling(runner)
+        adjusted, sampling = _adjust(runner, logits, metadata), self._sampling(runner)
         tensors = SamplingTensors.of(sampling, logits.shape[1], device=device)
         positions = send(torch.tensor(runner.input_batch.num_tokens_no_spec[:count]).long() - 1, device)
         outputs = step(inputs, adjusted, DialTensors.of(dials, device), tensors, positions)
         windows = outputs.windows[:, : 2 * masks].tolist()
         self._next = [each if dial.uses_masks else [] for each, dial in zip(windows, dials, strict=True)]
         sampled = outputs.sampled[:, : metadata.max_spec_len + 1].int().contiguous()
-        return SamplerOutput(sampled, self._logprobs(runner, logits, adjusted, metadata, sampling, sampled))
+
+        most, sampler = runner.input_batch.sampling_metadata.max_num_logprobs, runner.rejection_sampler
+        if most is None:
+            return SamplerOutput(sampled, None)
+        if sampler.is_processed_logprobs_mode:
+            logits = token_scores(adjusted, sampling, [drafts + 1 for drafts in metadata.num_draft_tokens])
+        target, bonus = logits[metadata.target_logits_indices], logits[metadata.bonus_logits_indices]
+        return SamplerOutput(sampled, sampler._get_logprobs_tensors(most, metadata, logits, target, bonus, sampled))
 
     def _sampling(self, runner: Any) -> list[SamplingParams]:
         """Of all sequences. A request without a seed gets one from its name, which all ranks know."""
@@ -91,28 +97,6 @@ class Proposer(Drafter):
             seed = int.from_bytes(digest, "big") if params.seed is None else params.seed
             found.append(own_sampling(params, seed))
         return found
-
-    def _logprobs(
-        self,
-        runner: Any,
-        logits: Tensor,
-        adjusted: Tensor,
-        metadata: Any,
-        sampling: list[SamplingParams],
-        sampled: Tensor,
-    ) -> Any:
-        """As vLLM reports them: of the model's own logits, or of those that tokens are sampled from."""
-        most, sampler = runner.input_batch.sampling_metadata.max_num_logprobs, runner.rejection_sampler
-        if most is None:
-            return None
-        shown = logits.float()
-        if sampler.is_processed_logprobs_mode:
-            pairs = zip(sampling, metadata.num_draft_tokens, strict=True)
-            per_token = [each for each, drafts in pairs for _ in range(drafts + 1)]
-            tensors = SamplingTensors.of(per_token, logits.shape[1], device=logits.device)
-            shown = tensors.scores(adjusted[:, None])[:, 0]
-        target, bonus = shown[metadata.target_logits_indices], shown[metadata.bonus_logits_indices]
-        return sampler._get_logprobs_tensors(most, metadata, logits, target, bonus, sampled)
 
 
 def _adjust(runner: Any, logits: Tensor, metadata: Any) -> Tensor:
@@ -153,7 +137,7 @@ def install() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     reason = "drafts are verified by `decide`, not by vLLM's rejection sampler"
-    hooks.install([Hook(GPUModelRunner, "_sample", _sample, reason)])
+    hooks.install([(GPUModelRunner, "_sample", _sample, reason)])
 
 
 def _sample(original: Method, self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
