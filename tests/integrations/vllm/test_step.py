@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import astuple
 from itertools import accumulate
 from typing import Any
 
@@ -16,8 +15,8 @@ from hypothesis import strategies as st
 
 from mars.integrations.vllm import step as module
 from mars.integrations.vllm.step import (
+    COUNTED,
     KINDS,
-    Counts,
     GreedyChoices,
     StepInputs,
     StepOutputs,
@@ -67,7 +66,7 @@ class Case:
             slots=torch.arange(len(self.fed) - 1, -1, -1, dtype=torch.int32).to(DEVICE),
             kinds=None if self.exact else kinds.to(DEVICE),
             prefilling=None if prefilling is None else prefilling.to(DEVICE),
-            counts=torch.zeros(len(astuple(Counts())), dtype=torch.int64).to(DEVICE),
+            counts=torch.zeros(len(COUNTED), dtype=torch.int64).to(DEVICE),
             mask_token=MASK,
             masks=self.masks,
             width=WIDTH,

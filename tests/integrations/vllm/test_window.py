@@ -7,7 +7,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from mars.integrations.vllm.step import KINDS, Counts, StepInputs, StepOutputs, step
+from mars.integrations.vllm.step import COUNTED, KINDS, StepInputs, StepOutputs, step
 from mars.integrations.vllm.window import read_windows
 from mars.method.acceptance import Dial, DialTensors
 from mars.method.sampling import SamplingParams, SamplingTensors
@@ -30,7 +30,7 @@ def run(fed: list[int], choices: list[int], dial: str = "exact", sure: float = 2
         slots=torch.zeros(1, dtype=torch.long),
         kinds=torch.tensor([KINDS.index(each.kind) for each in dials]),
         prefilling=None,
-        counts=torch.zeros(len(Counts.__slots__), dtype=torch.long),
+        counts=torch.zeros(len(COUNTED), dtype=torch.long),
         mask_token=M,
         masks=masks,
         width=WIDTH,

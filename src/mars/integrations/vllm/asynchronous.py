@@ -21,7 +21,7 @@ from mars.integrations.vllm import hooks
 from mars.integrations.vllm.cuda_graphs import init_candidates
 from mars.integrations.vllm.hooks import Method
 from mars.integrations.vllm.kernel import greedy_step
-from mars.integrations.vllm.options import Options, has_seed, log, own_dial, own_sampling
+from mars.integrations.vllm.options import has_seed, is_used, log, own_dial, own_sampling
 from mars.integrations.vllm.step import (
     KINDS,
     THRESHOLD,
@@ -39,9 +39,11 @@ from mars.method.sampling import SamplingParams, SamplingTensors
 from mars.method.tensors import send
 
 EXACT = KINDS.index("exact")
-ADJUSTED = ("presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens")
-NEWER = ("thinking_token_budget", "logprob_token_ids", "repetition_detection")
-"""Parameters with which a greedy request does not simply take the argmax; not every version has the newer ones"""
+ADJUSTED = (
+    *("presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens"),
+    *("thinking_token_budget", "logprob_token_ids", "repetition_detection"),
+)
+"""Parameters with which a greedy request does not simply take the argmax; not every version has all of them"""
 
 
 class RequestTable:
@@ -67,7 +69,7 @@ class RequestTable:
     def add(self, slot: int, params: Any, seed: int) -> None:
         self._own[slot], self.sampling[slot] = own_dial(params), own_sampling(params, seed)
         plain = params.temperature == 0 and params.logprobs is None and params.repetition_penalty == 1
-        self.argmax[slot] = plain and not any(getattr(params, name, None) for name in (*ADJUSTED, *NEWER))
+        self.argmax[slot] = plain and not any(getattr(params, name, None) for name in ADJUSTED)
         self.seeded[slot] = has_seed(params)
         self.kinds[slot] = KINDS.index((self._own[slot] or self.dial).kind)
         self._stale = True
@@ -168,15 +170,13 @@ class Speculator(Drafter):
         variants = [(None, None, None), *product((self.requests.on_device()[0],), given, given)]
         types = (torch.int32, torch.int64)  # of slots: vLLM's versions differ
         for (kinds, tolerated, confident), prefilling, kind in product(variants, given, types):
-            inputs = self._inputs(tokens, starts, slots.to(kind), kinds, prefilling)
+            inputs = StepInputs(tokens, starts, slots.to(kind), kinds, prefilling, *self._layout)
             greedy_step(inputs, GreedyChoices(tokens.long(), tolerated, confident))
         self.reset_counts()
 
-    def _inputs(
-        self, tokens: Tensor, starts: Tensor, slots: Tensor, kinds: Tensor | None, prefilling: Tensor | None
-    ) -> StepInputs:
-        fixed = (self.counted, self.mask_token, self.masks, self.width)
-        return StepInputs(tokens, starts, slots, kinds, prefilling, *fixed)
+    @property
+    def _layout(self) -> tuple[Tensor, int, int, int]:
+        return self.counted, self.mask_token, self.masks, self.width
 
     def sample_one(self, logits: Tensor, batch: Any) -> Any:
         """Without windows: vLLM's sampler, unless a request has a seed.
@@ -185,14 +185,14 @@ class Speculator(Drafter):
         """
         if not self.requests.seeded[batch.idx_mapping_np].any():
             return self._vllm(logits, batch)
-        inputs = replace(self._inputs_of(batch), counts=torch.zeros_like(self.counted))
+        inputs = replace(self._inputs(batch), counts=torch.zeros_like(self.counted))
         outputs, logprobs = self._decide(inputs, logits, batch)
         outputs = outputs._replace(sampled=outputs.sampled[:, :1].contiguous())
         return self._sampler_output(outputs, logits, logprobs)
 
     def sample(self, logits: Tensor, batch: Any, _: None = None, invalid_drafts: Tensor | None = None) -> Any:
         """In the place of vLLM's rejection sampler. A grammar has not validated ``invalid_drafts``."""
-        inputs, slots, logprobs = self._inputs_of(batch), batch.idx_mapping_np, None
+        inputs, slots, logprobs = self._inputs(batch), batch.idx_mapping_np, None
         if invalid_drafts is None and self._takes_argmax(batch):
             lossy = inputs.kinds is not None
             dials = self.requests.dials(batch.expanded_idx_mapping, slots) if lossy else None
@@ -209,16 +209,12 @@ class Speculator(Drafter):
         nans = get_num_nans(logits) if self._vllm.compute_nans else None
         return SamplerOutput(outputs.sampled, logprobs, nans, outputs.emitted, outputs.rejected)
 
-    def _inputs_of(self, batch: Any) -> StepInputs:
+    def _inputs(self, batch: Any) -> StepInputs:
         tokens, prefilling = batch.input_ids[batch.logits_indices], _prefilling(batch)
-        lossless = (self.requests.kinds[batch.idx_mapping_np] == EXACT).all()
-        return self._inputs(
-            tokens,
-            batch.cu_num_logits,
-            batch.idx_mapping,
-            None if lossless else self.requests.on_device()[0],
-            send(torch.tensor(prefilling).view(torch.uint8), tokens.device) if prefilling.any() else None,
-        )
+        exact = (self.requests.kinds[batch.idx_mapping_np] == EXACT).all()
+        kinds = None if exact else self.requests.on_device()[0]
+        flags = send(torch.tensor(prefilling).view(torch.uint8), tokens.device) if prefilling.any() else None
+        return StepInputs(tokens, batch.cu_num_logits, batch.idx_mapping, kinds, flags, *self._layout)
 
     def _takes_argmax(self, batch: Any) -> bool:
         """Can the kernel do this step? It accepts what ``threshold`` has drafted even if a grammar forbids it."""
@@ -298,7 +294,7 @@ def install() -> None:
 
 def _init_speculator(original: Method, vllm_config: Any, device: Any, *others: Any) -> Any:
     method = getattr(vllm_config.speculative_config, "method", None)
-    if Options.read(vllm_config) is None or method != "ngram_gpu":
+    if not is_used(vllm_config) or method != "ngram_gpu":
         return original(vllm_config, device, *others)
     return Speculator(vllm_config, device)
 

@@ -17,7 +17,7 @@ from mars.errors import MarsError
 from mars.integrations.vllm import endpoints, hooks
 from mars.integrations.vllm.cuda_graphs import capture_sizes
 from mars.integrations.vllm.hooks import Method
-from mars.integrations.vllm.options import METHOD, Options, log, own_dial, parse_dial
+from mars.integrations.vllm.options import METHOD, Options, is_used, log, own_dial, parse_dial
 from mars.models.settings import Settings
 
 OLDEST, NEWEST = (0, 24), (0, 32)
@@ -72,7 +72,7 @@ def _verify(original: Method, self: Any, model_config: Any, speculative_config: 
 
 def _unsupported_features(original: Method, self: Any) -> Any:
     names = original(self)
-    return names if Options.read(self) is None else [name for name in names if "ngram" not in name]
+    return [name for name in names if "ngram" not in name] if is_used(self) else names
 
 
 def _use_ngram_gpu(original: Method, self: Any) -> bool:
@@ -128,19 +128,13 @@ def _is_asynchronous(arguments: Any) -> bool:
     possible = current_platform.is_cuda() and envs.VLLM_USE_V2_MODEL_RUNNER is not False
     if not possible or arguments.async_scheduling is False:
         return False
-    if _frees_pages_too_early(arguments):
+    config, older = _text_config(arguments), _version() < (0, 26)
+    slides = getattr(config, "sliding_window", None) and not arguments.disable_sliding_window
+    if older and (slides or getattr(config, "attention_chunk_size", None)):
+        # these free what has left a sliding window by a count that includes tokens yet to be rejected
         log("warning", "mars needs vLLM 0.26 for asynchronous scheduling of a model with sliding windows")
         arguments.async_scheduling = False
     return arguments.async_scheduling is not False
-
-
-def _frees_pages_too_early(arguments: Any) -> bool:
-    """Up to 0.25, vLLM frees what has left a sliding window by a count that includes tokens yet to be rejected."""
-    if _version() >= (0, 26):
-        return False
-    config = _text_config(arguments)
-    slides = getattr(config, "sliding_window", None) and not arguments.disable_sliding_window
-    return bool(slides or getattr(config, "attention_chunk_size", None))
 
 
 def _use_second_runner(arguments: Any, options: Options) -> None:

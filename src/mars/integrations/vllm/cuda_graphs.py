@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from mars.integrations.vllm.hooks import Method
-from mars.integrations.vllm.options import Options
+from mars.integrations.vllm.options import Options, is_used
 
 AMONG_WINDOWS = 512
 """Tokens of prompts that a step may have besides the largest number of windows and still use a CUDA graph"""
@@ -31,12 +31,9 @@ def capture_sizes(most: int, length: int) -> list[int]:
 
     vLLM wants multiples of a window's length, and captures nothing above the largest size, single tokens included.
     """
-    full = most * length
-    step = -(-64 // length) * length
-    return [
-        *(count * length for count in sequence_counts(most)),
-        *range(full + step, full + AMONG_WINDOWS + step, step),
-    ]
+    full, step = most * length, -(-64 // length) * length
+    windows = [count * length for count in sequence_counts(most)]
+    return [*windows, *range(full + step, full + AMONG_WINDOWS + step, step)]
 
 
 def plain_counts(most: int) -> list[int]:
@@ -48,9 +45,10 @@ def plain_counts(most: int) -> list[int]:
 def init_candidates(original: Method, self: Any) -> None:
     """Hook of vLLM's graph manager: graphs of single tokens, and of windows as the option ``windows`` names them."""
     original(self)
-    options, mode = Options.read(self.vllm_config), self.cudagraph_mode.decode_mode()
-    if options is None or not self.cudagraph_mode.separate_routine() or not self._capture_descs.get(mode):
+    mode, used = self.cudagraph_mode.decode_mode(), is_used(self.vllm_config)
+    if not used or not self.cudagraph_mode.separate_routine() or not self._capture_descs.get(mode):
         return
+    options = Options.read(self.vllm_config)
     lengths = {1, *(1 + 2 * masks for masks in options.windows.values())} - {self.decode_query_len}
     for length in sorted(lengths):
         counts = plain_counts(self.max_num_reqs) if length == 1 else sequence_counts(self.max_num_reqs)

@@ -16,26 +16,28 @@ METHOD = "mars"
 
 @dataclass(frozen=True, slots=True)
 class Options:
+    """The mask token, the most masks per window, the dial of requests without one, and masks by the load."""
+
     mask: int
-    """The mask token"""
     masks: int
-    """Masks per window, at most"""
     dial: str
-    """The dial of requests that have none of their own"""
     windows: dict[int, int]
     """Masks per window from so many running sequences on"""
 
     @classmethod
-    def read(cls, vllm_config: Any) -> Options | None:
-        """None: the engine was started without the method."""
-        if (stored := (vllm_config.additional_config or {}).get(METHOD)) is None:
-            return None
+    def read(cls, vllm_config: Any) -> Options:
+        stored = vllm_config.additional_config[METHOD]
         return cls(**stored | {"windows": {int(fewest): masks for fewest, masks in stored["windows"].items()}})
 
     def masks_for(self, sequences: int) -> int:
         """Masks per window while so many sequences are running."""
         reached = [fewest for fewest in self.windows if fewest <= sequences]
         return self.windows[max(reached)] if reached else self.masks
+
+
+def is_used(vllm_config: Any) -> bool:
+    """Was the engine started with the method?"""
+    return METHOD in (vllm_config.additional_config or {})
 
 
 def parse_dial(text: Any) -> Dial:
@@ -45,8 +47,7 @@ def parse_dial(text: Any) -> Dial:
     return _parse(text)
 
 
-_parse = cache(Dial.parse)
-"""The synchronous path asks for every sequence in every step"""
+_parse = cache(Dial.parse)  # the synchronous path asks for every sequence in every step
 
 
 def own_dial(sampling_params: Any) -> Dial | None:

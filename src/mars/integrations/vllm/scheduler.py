@@ -24,9 +24,7 @@ class UnpaddedScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        options = Options.read(self.vllm_config)
-        assert options is not None
-        self.options = options
+        self.options = Options.read(self.vllm_config)
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
 
 
@@ -58,18 +56,10 @@ class AsyncMarsScheduler(UnpaddedScheduler, AsyncScheduler):
         self._next = self.options.masks
         self._masks, self._calm = self.options.masks, 0
         """Masks per window, and for how many steps the load has allowed more"""
-        from vllm.v1.engine.core import EngineCore
-
-        reason = "the server's dial is set in the workers, and the scheduler must know it too"
-        hooks.install([(EngineCore, "collective_rpc", _collective_rpc, reason)])
-
-    def set_dial(self, dial: str) -> None:
-        """The dial of all requests without one of their own."""
-        self.dial = Dial.parse(dial)
+        _follow_dial()
 
     def add_request(self, request: Any) -> None:
-        own = own_dial(request.sampling_params)
-        if own is not None:
+        if (own := own_dial(request.sampling_params)) is not None:
             self._own[request.request_id] = own
         super().add_request(request)
 
@@ -129,10 +119,17 @@ class AsyncMarsScheduler(UnpaddedScheduler, AsyncScheduler):
         )
 
 
+def _follow_dial() -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    reason = "the server's dial is set in the workers, and the scheduler must know it too"
+    hooks.install([(EngineCore, "collective_rpc", _collective_rpc, reason)])
+
+
 def _collective_rpc(
     original: Method, self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
 ) -> Any:
     answers = original(self, method, timeout, args, kwargs)
     if method == "mars_turn" and isinstance(self.scheduler, AsyncMarsScheduler):
-        self.scheduler.set_dial(*args)
+        self.scheduler.dial = Dial.parse(*args)
     return answers

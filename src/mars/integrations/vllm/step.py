@@ -7,7 +7,7 @@ for greedy sequences in one launch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -23,18 +23,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 ONE_TOKEN, THRESHOLD = KINDS.index("one-token"), KINDS.index("threshold")
 MOST_LOGITS = 2**25
 """Logits that `decide` gets at once: it makes several tensors of their size, for which vLLM keeps no memory"""
-
-
-@dataclass(slots=True)
-class Counts:
-    """What decoding sequences have done since the start."""
-
-    forwards: int = 0
-    tokens: int = 0
-    drafts: int = 0
-    accepted: int = 0
-    agreed: int = 0
-    """Accepted drafts that are the AR model's own choice"""
+COUNTED = ("forwards", "tokens", "drafts", "accepted", "agreed")
+"""What is counted of decoding sequences; ``agreed`` are accepted drafts that are the AR model's own choice"""
 
 
 class Drafter:
@@ -43,19 +33,17 @@ class Drafter:
     dial: Dial
 
     def __init__(self, vllm_config: Any, device: torch.device | str) -> None:
-        options = Options.read(vllm_config)
-        assert options is not None
-        self.options = options
-        self.counted = torch.zeros(len(astuple(Counts())), dtype=torch.int64, device=device)
+        self.options = Options.read(vllm_config)
+        self.counted = torch.zeros(len(COUNTED), dtype=torch.int64, device=device)
         """Counts of steps with windows"""
         self.single = 0
         """Forwards of sequences without windows, each of which emits one token"""
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> dict[str, int]:
         """This waits for the device."""
-        forwards, tokens, *others = self.counted.tolist()
-        return Counts(forwards + self.single, tokens + self.single, *others)
+        counts = dict(zip(COUNTED, self.counted.tolist(), strict=True))
+        return counts | {name: counts[name] + self.single for name in ("forwards", "tokens")}
 
     def reset_counts(self) -> None:
         self.counted.zero_()
@@ -77,7 +65,7 @@ class StepInputs:
     prefilling: Tensor | None
     """(sequences,): is the prompt not prefilled to its end, so that nothing is emitted? None: no sequence's"""
     counts: Tensor
-    """The fields of `Counts`, to which this step's are added"""
+    """`COUNTED` so far, to which this step's are added"""
     mask_token: int
     masks: int
     """Masks per window of the next step"""

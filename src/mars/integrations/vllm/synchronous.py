@@ -92,10 +92,9 @@ class Proposer(Drafter):
         """Of all sequences. A request without a seed gets one from its name, which all ranks know."""
         found = []
         for name in runner.input_batch.req_ids:
-            params = runner.requests[name].sampling_params
-            digest = blake2b(f"{self.seed}:{name}".encode(), digest_size=8).digest()
-            seed = int.from_bytes(digest, "big") if params.seed is None else params.seed
-            found.append(own_sampling(params, seed))
+            params, text = runner.requests[name].sampling_params, f"{self.seed}:{name}"
+            own = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+            found.append(own_sampling(params, own if params.seed is None else params.seed))
         return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from vllm import envs
@@ -29,7 +28,7 @@ class Extension:
     def mars_state(self) -> dict[str, Any] | None:
         """The dial and the counts; None on ranks that do not sample."""
         drafter = self._drafter()
-        return None if drafter is None else {"dial": str(drafter.dial), **asdict(drafter.counts)}
+        return None if drafter is None else {"dial": str(drafter.dial), **drafter.counts}
 
     def _drafter(self) -> Drafter | None:
         runner = self.model_runner
