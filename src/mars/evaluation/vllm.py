@@ -1,4 +1,4 @@
-"""vLLM as an engine of our own requests: with the plugin for dials, without it as a peer."""
+"""vLLM as an engine for our requests: with the plugin for dials, without it as a peer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mars.errors import MarsError
 from mars.models import Checkpoint, save_checkpoint
 
 PLUGIN = {"method": "mars"}
-"""What vLLM's ``speculative_config`` says to have our dials"""
+"""The ``speculative_config`` that selects the plugin"""
 
 
 def import_vllm() -> Any:
@@ -32,7 +32,7 @@ def import_vllm() -> Any:
 def load_vllm(
     checkpoint: Checkpoint, source: str | None, rows: int, length: int | None, **options: Any
 ) -> Iterator[Any]:
-    """vLLM with the model from the folder or hub id ``source``; None: saved for it. ``options`` are its own."""
+    """vLLM with the model from the folder or hub id ``source``; None: a copy is saved. ``options`` are vLLM's."""
     vllm = import_vllm()
     with tempfile.TemporaryDirectory(prefix="mars-vllm-") as scratch:
         if source is None:
@@ -43,8 +43,8 @@ def load_vllm(
             dtype=str(checkpoint.module.dtype).removeprefix("torch."),
             max_num_seqs=rows,
             max_model_len=length,
-            enable_prefix_caching=False,  # no contender knows a prompt from an earlier round
-            disable_log_stats=False,  # without them, it does not tell when tokens came
+            enable_prefix_caching=False,  # repeated measurements must prefill every prompt
+            disable_log_stats=False,  # without statistics it does not report when tokens arrived
             **_device_options(checkpoint.device),
             **options,
         )
@@ -55,7 +55,7 @@ def load_vllm(
 
 
 def _device_options(device: torch.device) -> dict[str, Any]:
-    """Most of what this process leaves of a GPU; on a CPU, no minutes of compiling."""
+    """On a GPU most of the free memory; on a CPU eager mode, since compiling takes minutes."""
     if device.type != "cuda":
         return {"enforce_eager": True}
     gc.collect()
@@ -67,7 +67,7 @@ def _device_options(device: torch.device) -> dict[str, Any]:
 def write(
     llm: Any, checkpoint: Checkpoint, requests: Sequence[Request]
 ) -> Generator[tuple[int, Generation], None, None]:
-    """Every greedy request's index and answer as it ends. The plugin obeys their dials, and takes a chain for all."""
+    """Index and output of every greedy request as it ends. The plugin follows the dials; all windows are chains."""
     vllm = import_vllm()
     engine, running = llm.llm_engine, dict[str, tuple[int, Answer]]()
     try:
@@ -89,13 +89,13 @@ def write(
         while running:
             for each in engine.step():
                 index, answer = running[each.request_id]
-                said = each.outputs[0]
-                if said.token_ids and answer.finish_reason is None:
-                    answer.emit(said.token_ids)
+                output = each.outputs[0]
+                if output.token_ids and answer.finish_reason is None:
+                    answer.emit(output.token_ids)
                 if each.finished:
                     del running[each.request_id]
                     if answer.finish_reason is None:
-                        answer.cancel(said.finish_reason)
+                        answer.cancel(output.finish_reason)
                     yield index, answer.generation()
     finally:
         engine.abort_request(list(running))

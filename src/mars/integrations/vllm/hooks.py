@@ -10,10 +10,7 @@ from mars.errors import MarsError
 
 Method = Callable[..., Any]
 Hook = tuple[Any, str, Method, str]
-"""A class or module, the name of a method, the function that is called instead, and the reason.
-
-The function gets the original method in front of its arguments.
-"""
+"""Class or module, name of its method, reason last. The function is called with the original before its arguments."""
 
 
 def install(hooks: Iterable[Hook]) -> None:
