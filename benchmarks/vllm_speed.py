@@ -1,14 +1,14 @@
-"""Tokens per second of vLLM with the plugin, of vLLM as it is and of our own engine, by the number of requests at once.
+"""Tokens per second of vLLM with the plugin, of plain vLLM and of our own engine, by the number of concurrent requests.
 
     python benchmarks/vllm_speed.py --model smollm2-135m --dtype bfloat16 --prompts spec_bench.jsonl --out vllm.json
     python benchmarks/vllm_speed.py --shape qwen2.5-7b --tokenizer FOLDER --requests 1,4,16 --out shape.json
     python benchmarks/vllm_speed.py --variants mars --requests 8 --profile --out profile.json
 
-Each variant has a process of its own. All are loaded at once, and then work one after the other, never two at a time:
-for each number of requests once to warm up, then in turns, so that a machine that is slower for a while is so for all.
-The median counts. A request that ends is followed by the next at once. All write the same prompts greedily, in random
-order. With a shape the weights are random, so that the time of a step is what counts: with ``threshold=0`` every draft
-is kept, with ``exact`` hardly any.
+Each variant has a process of its own. All are loaded first; then they are measured in turns, never two at a time, for
+each number of requests once to warm up and then repeatedly, so that a slow phase of the machine affects all of them.
+The median is reported. A request that ends is replaced at once. All generate greedily from the same prompts, in random
+order. With a shape the weights are random, and only the time of a step is meaningful: with ``threshold=0`` every draft
+is accepted, with ``exact`` hardly any.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ COUNTED = ("forwards", "tokens", "drafts", "accepted")
 
 @dataclass(frozen=True)
 class Work:
-    """What a variant's process is told."""
+    """What a variant's process is to load."""
 
     folder: str
     length: int
@@ -62,25 +62,25 @@ class Work:
     profile: bool
 
 
-class Writer(Protocol):
-    """Writes to prompts, so many at once, up to so many tokens each; says what came of it, and in how many steps."""
+class Generate(Protocol):
+    """Generates from prompts, ``size`` of them at a time; returns the texts and the number of steps."""
 
     def __call__(self, asked: Sequence[list[int]], size: int, limits: Sequence[int]) -> tuple[list[list[int]], int]: ...
 
 
 class Variant(NamedTuple):
-    """What was loaded."""
+    """A loaded variant."""
 
-    write: Writer
+    write: Generate
     state: Callable[[], dict[str, Any] | None] = lambda: None
-    """What the plugin has counted, if there is one"""
+    """The plugin's counts, if there is a plugin"""
     close: Callable[[], None] = lambda: None
     forget: Callable[[], None] = lambda: None
-    """The prompts that it has read; vLLM is told to keep none"""
+    """Clears the prefix cache; vLLM's is switched off"""
 
 
-def make_known() -> None:
-    """Where the package runs from its source: have vLLM's processes find the plugin all the same."""
+def add_entry_point() -> None:
+    """If the package is not installed: let vLLM's processes find the plugin all the same."""
     if any(each.name == "mars" for each in importlib.metadata.entry_points(group="vllm.general_plugins")):
         return
     folder = Path(tempfile.mkdtemp(prefix="mars-plugin-"))
@@ -93,8 +93,8 @@ def make_known() -> None:
 
 
 def open_vllm(work: Work, **options: Any) -> Variant:
-    make_known()
-    os.environ["VLLM_CACHE_ROOT"] = tempfile.mkdtemp(prefix="mars-vllm-cache-")  # not to write to one place all at once
+    add_entry_point()
+    os.environ["VLLM_CACHE_ROOT"] = tempfile.mkdtemp(prefix="mars-vllm-cache-")  # variants must not share a folder
     if work.profile:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
@@ -104,7 +104,7 @@ def open_vllm(work: Work, **options: Any) -> Variant:
         "max_model_len": max(512, work.length),
         "max_num_seqs": work.rows,
         "enable_prefix_caching": False,
-        "gpu_memory_utilization": 0.02,  # what it finds used is not its own
+        "gpu_memory_utilization": 0.02,  # the memory that is in use belongs to others
         "kv_cache_memory_bytes": work.memory,
         "enforce_eager": work.eager,
         "load_format": "dummy" if work.random else "auto",
@@ -148,7 +148,7 @@ def open_plugin(work: Work, dial: str) -> Variant:
 
 
 def open_second_runner(work: Work) -> Variant:
-    """vLLM's newer model runner, which it does not take for all models by itself, and the plugin does."""
+    """vLLM's second model runner, which the plugin always uses and vLLM only for some models."""
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     return open_vllm(work)
 
@@ -158,7 +158,7 @@ def open_engine(work: Work) -> Variant:
 
     @cache
     def engine() -> Any:
-        """When it is its turn: it measures what its steps cost."""
+        """Made on first use, since it measures what its steps cost."""
         model.warm_up()
         return model.engine()
 
@@ -192,13 +192,13 @@ VARIANTS: dict[str, Callable[[Work], Variant]] = {
 
 
 def work_alone(variant: str, work: Work, told: Connection) -> None:
-    """A variant's process: load, then do as told."""
+    """A variant's process: load, then do what the parent asks."""
     try:
         begun = time.monotonic()
         mine = VARIANTS[variant](work)
         print(f"{variant}: loaded in {time.monotonic() - begun:.0f} s", flush=True)
         told.send(None)
-        with suppress(EOFError):  # the line is closed in the end
+        with suppress(EOFError):  # until the parent closes the connection
             while True:
                 what, *asked = told.recv()
                 told.send(profile(mine.write, *asked) if what == "profile" else timed(mine, *asked))
@@ -217,8 +217,8 @@ def timed(mine: Variant, *asked: Any) -> dict[str, Any]:
     return {"texts": texts, "steps": steps, "seconds": seconds, "counts": counts}
 
 
-def profile(write: Writer, *asked: Any) -> dict[str, Any]:
-    """Where a step's time goes, on the host and on the device."""
+def profile(write: Generate, *asked: Any) -> dict[str, Any]:
+    """The time of a step by kernel and by host function."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
@@ -238,8 +238,8 @@ def profile(write: Writer, *asked: Any) -> dict[str, Any]:
 
 
 @dataclass
-class Contender:
-    """The other end."""
+class Measured:
+    """A variant's process, seen from the parent."""
 
     variant: str
     process: Any
@@ -251,40 +251,40 @@ class Contender:
 
 
 @contextmanager
-def started(variants: Sequence[str], work: Work) -> Iterator[list[Contender]]:
-    """Those that could be loaded."""
+def started(variants: Sequence[str], work: Work) -> Iterator[list[Measured]]:
+    """The variants that could be loaded."""
     spawn = multiprocessing.get_context("spawn")
-    contenders = []
+    processes = []
     for variant in variants:
         here, there = spawn.Pipe()
         process = spawn.Process(target=work_alone, args=(variant, work, there))
         process.start()
         there.close()
-        contenders.append(Contender(variant, process, here))
+        processes.append(Measured(variant, process, here))
     try:
-        yield [each for each in contenders if _is_loaded(each)]
+        yield [each for each in processes if _is_loaded(each)]
     finally:
-        for each in contenders:
+        for each in processes:
             each.line.close()
-        for each in contenders:
+        for each in processes:
             each.process.join()
 
 
-def _is_loaded(contender: Contender) -> bool:
+def _is_loaded(measured: Measured) -> bool:
     try:
-        contender.line.recv()
+        measured.line.recv()
     except EOFError:
         return False
     return True
 
 
-def measure(contenders: Sequence[Contender], asked: list[list[int]], size: int, limit: int, repeats: int) -> list[Any]:
+def measure(variants: Sequence[Measured], asked: list[list[int]], size: int, limit: int, repeats: int) -> list[Any]:
     first = [min(8 + index % 24, limit) for index in range(2 * size)]  # requests that end one by one
-    for each in contenders:
+    for each in variants:
         each.ask("warm up", (asked * 2)[: 2 * size], size, first)
-    passes: dict[str, list[Any]] = {each.variant: [] for each in contenders}
+    passes: dict[str, list[Any]] = {each.variant: [] for each in variants}
     for _ in range(repeats):
-        for each in contenders:
+        for each in variants:
             passes[each.variant].append(each.ask("write", asked, size, [limit] * len(asked)))
     plain = passes.get("plain", [None])[0]
     rows = [summed(name, size, found, plain and plain["texts"]) for name, found in passes.items()]
@@ -325,7 +325,7 @@ def save_model(model: str, dtype: str | None, folder: str) -> None:
 
 
 def save_shape(shape: str, tokenizer: str, folder: str) -> None:
-    """No weights: they are made up where they are needed."""
+    """Without weights: vLLM makes random ones."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     config = AutoConfig.for_model(**SHAPES[shape])
@@ -356,20 +356,20 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="or a folder that vLLM can load, with --as-it-is")
-    parser.add_argument("--as-it-is", action="store_true", help="the model is such a folder: nothing is put together")
+    parser.add_argument("--as-it-is", action="store_true", help="the model is such a folder: do not save a copy")
     parser.add_argument("--shape", choices=SHAPES)
-    parser.add_argument("--tokenizer", help="for a shape: any; its tokens mean nothing here")
+    parser.add_argument("--tokenizer", help="for a shape: any tokenizer")
     parser.add_argument("--dtype")
     parser.add_argument("--prompts", type=Path, help="JSON lines; by default a few questions")
     parser.add_argument("--requests", default="1,8,32,64,128,256", help="at once")
-    parser.add_argument("--rounds", type=int, default=2, help="requests one after the other in each place")
+    parser.add_argument("--rounds", type=int, default=2, help="requests per concurrent one")
     parser.add_argument("--repeats", type=int, default=3, help="of each measurement")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--variants", help=f"of {', '.join(VARIANTS)}")
     parser.add_argument("--windows", type=json.loads, help='the plugin\'s setting, such as {"128": 0}')
     parser.add_argument("--memory", type=float, default=6, help="GiB of each variant's cache")
-    parser.add_argument("--eager", action="store_true", help="no compiling, no graphs: to see whether it runs at all")
-    parser.add_argument("--profile", action="store_true", help="only tell where steps' time goes")
+    parser.add_argument("--eager", action="store_true", help="no compiling, no CUDA graphs")
+    parser.add_argument("--profile", action="store_true", help="only report where the time of steps goes")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     chosen = args.variants or (
@@ -392,18 +392,18 @@ def main() -> None:
         work = Work(
             folder, length, max(sizes), args.dtype, args.eager, bool(args.shape), args.windows, memory, args.profile
         )
-        with started(chosen.split(","), work) as contenders:
+        with started(chosen.split(","), work) as variants:
             for size in sizes:
                 if args.profile:
                     told = ([*asked, *asked][:size], size, [24] * size)
-                    for each in contenders:
+                    for each in variants:
                         each.ask("warm up", *told)
                         about = {"variant": each.variant, "requests": size}
                         found["profiles"].append(about | each.ask("profile", *told))
                 else:
                     count = max(size * args.rounds, LEAST)
                     these = (asked * (count // len(asked) + 1))[:count]
-                    found["rows"] += measure(contenders, these, size, args.max_new_tokens, args.repeats)
+                    found["rows"] += measure(variants, these, size, args.max_new_tokens, args.repeats)
                 args.out.write_text(json.dumps(found, indent=1) + "\n")
     Console(width=140).print(table(found["rows"]) if found["rows"] else found["profiles"])
 

@@ -15,7 +15,7 @@ import pytest
 
 from mars.models import load_checkpoint, save_checkpoint
 
-NEED_VLLM = ["test_ahead.py", "test_arguments.py", "test_engine.py", "test_plugin.py", "test_tiny.py"]
+NEED_VLLM = ["test_asynchronous.py", "test_config.py", "test_engine.py", "test_plugin.py", "test_tiny.py"]
 collect_ignore = [] if find_spec("vllm") else NEED_VLLM
 MARS: dict[str, Any] = {"speculative_config": {"method": "mars"}}
 SEQUENCES = 16

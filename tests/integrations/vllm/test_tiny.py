@@ -77,6 +77,49 @@ def test_sampling_has_the_same_distribution(folder: Path) -> None:
     assert chi2_contingency(table).pvalue > 0.001
 
 
+def random_texts(llm: Any, dial: str, **options: Any) -> list[tuple[list[int], list[float]]]:
+    """Tokens and their log-probabilities, of requests with seeds."""
+    from vllm import SamplingParams
+
+    params = [
+        SamplingParams(
+            temperature=0.8,
+            seed=number,
+            max_tokens=12,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=1,
+            repetition_penalty=1.4,
+            frequency_penalty=0.3,
+            extra_args={"dial": dial},
+            **options,
+        )
+        for number in range(6)
+    ]
+    answers = llm.generate([{"prompt_token_ids": [3, 1, 4, 1, 5]}] * len(params), params, use_tqdm=False)
+    found = []
+    for answer in answers:
+        tokens = list(answer.outputs[0].token_ids)
+        shown = zip(answer.outputs[0].logprobs, tokens, strict=True)
+        found.append((tokens, [round(step[token].logprob, 4) for step, token in shown]))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_sampling_with_a_seed(folder: Path, mode: str) -> None:
+    """With windows and without, together or alone: one text, with penalties and truncation. Lossy dials obey both."""
+    with engine(folder, max_model_len=128, logprobs_mode=mode, **MARS) as llm:
+        expected = random_texts(llm, "one-token", top_k=6, top_p=0.95)
+        before = llm.collective_rpc("mars_state")[0]["accepted"]
+        assert random_texts(llm, "exact", top_k=6, top_p=0.95) == expected
+        assert llm.collective_rpc("mars_state")[0]["accepted"] > before
+        assert len({tuple(tokens) for tokens, _ in expected}) > 1
+        only = random_texts(llm, "one-token", top_k=1)
+        assert random_texts(llm, "relaxed=0.000001", top_k=1) == only
+        assert random_texts(llm, "threshold:margin=1", top_k=1) == only  # a random model is never so confident
+        assert random_texts(llm, "threshold:entropy=0", top_k=1) != only
+
+
 def test_five_hundred_requests_some_of_them_aborted(folder: Path) -> None:
     from vllm import SamplingParams
 

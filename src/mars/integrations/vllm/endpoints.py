@@ -1,54 +1,45 @@
-"""``/v1/dial`` on vLLM's own server, as on ours: show the dial and how it does, or turn it."""
-
-from __future__ import annotations
+"""``/v1/dial`` on vLLM's own server, as on ours: show the dial and the counts, or set the dial."""
 
 import sys
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
-
 from mars.errors import MarsError
-from mars.integrations.vllm.arguments import parse_dial
+from mars.integrations.vllm import hooks
+from mars.integrations.vllm.hooks import Method
+from mars.integrations.vllm.options import parse_dial
 
 SERVERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server", "__main__")
-"""Modules that make the app: the newest version's, an older one's, and that one's if it is run as a program"""
+"""Modules that build the app: the newest version's, an older one's, and that one's if it is run as a program"""
 
 
 def install() -> None:
-    """Have the server of this process know the dial, if it is one."""
-    for name in SERVERS:
-        module = sys.modules.get(name)
-        build = getattr(module, "build_app", None)
-        if build is not None and not hasattr(build, "knows_mars"):
-            module.build_app = _with_dial(build)  # type: ignore[union-attr]
+    """Add the endpoint to the server of this process, if it is one."""
+    found = (sys.modules.get(name) for name in SERVERS)
+    reason = "vLLM's server has no other place for another endpoint"
+    hooks.install((each, "build_app", _build_app, reason) for each in found if hasattr(each, "build_app"))
 
 
-def _with_dial(build: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(build)
-    def build_app(*args: Any, **kwargs: Any) -> Any:
-        app = build(*args, **kwargs)
-        app.include_router(_router())
-        return app
-
-    build_app.knows_mars = True  # type: ignore[attr-defined]
-    return build_app
+def _build_app(original: Method, *args: Any, **kwargs: Any) -> Any:
+    app = original(*args, **kwargs)
+    app.include_router(_router())
+    return app
 
 
-def _router() -> APIRouter:
+def _router() -> Any:
+    from fastapi import APIRouter, Request
+    from fastapi.responses import JSONResponse
+
     async def show(request: Request) -> dict[str, Any]:
         states = await request.app.state.engine_client.collective_rpc("mars_state")
         return summary([state for state in states if state])
 
     async def turn(request: Request) -> Any:
         try:
-            asked = await request.json()
-            dial = str(parse_dial(asked["dial"]))
+            body = await request.json()
+            dial = str(parse_dial(body["dial"]))
         except (ValueError, KeyError, TypeError, MarsError) as error:
-            said = str(error) if isinstance(error, MarsError) else 'send {"dial": "relaxed=0.3"} or another dial'
-            problem = {"message": said, "type": "invalid_request_error", "param": "dial", "code": None}
+            message = str(error) if isinstance(error, MarsError) else 'send {"dial": "relaxed=0.3"} or another dial'
+            problem = {"message": message, "type": "invalid_request_error", "param": "dial", "code": None}
             return JSONResponse({"error": problem}, 400)
         await request.app.state.engine_client.collective_rpc("mars_turn", args=(dial,))
         return await show(request)
@@ -60,7 +51,7 @@ def _router() -> APIRouter:
 
 
 def summary(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the ranks say, each of which sees all requests."""
+    """The state that the ranks report; each of them sees all requests."""
     state = states[0]
     return {
         "dial": state["dial"],

@@ -1,4 +1,4 @@
-"""``batch.advance`` as one Triton kernel: a program per row."""
+"""A step of greedy sequences as one Triton kernel: the same as `step.step` with greedy sampling."""
 
 from __future__ import annotations
 
@@ -6,109 +6,94 @@ import torch
 import triton
 import triton.language as tl
 
-from mars.integrations.vllm.batch import Forward, Next
+from mars.integrations.vllm.step import ONE_TOKEN, THRESHOLD, GreedyChoices, StepInputs, StepOutputs
 
 
-@triton.jit(do_not_specialize=["mask", "masks"])
-def _advance(
-    fed,
+@triton.jit(do_not_specialize=["mask_token", "masks"])
+def _step(
+    tokens,
     starts,
-    best,
     slots,
+    kinds,
+    prefilling,
+    argmax,
+    tolerated,
+    confident,
     sampled,
     emitted,
     rejected,
-    places,
-    dials,
-    sure,
-    keep,
+    windows,
     counts,
-    mask,
+    mask_token,
     masks,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    GREEDY: tl.constexpr,
-    DIALS: tl.constexpr,
-    SURE: tl.constexpr,
-    KEEP: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
+    THRESHOLD: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    start = tl.load(starts + row)
-    length = tl.load(starts + row + 1) - start - 1
-    columns = tl.arange(0, BLOCK)
-    inside = columns < length
-    said = tl.load(best + start + columns, mask=columns <= length, other=-1).to(tl.int32)
-    mine = tl.load(fed + start + 1 + columns, mask=inside, other=0).to(tl.int32)
-    known = tl.min(tl.where(inside & (mine == mask), columns, length), 0)
-    ours = (known < length) & (tl.sum((inside & (mine < 0)).to(tl.int32), 0) == 0)
-    if GREEDY:
-        wrong = inside & (mine != said)
-        if KEEP:
-            wrong = wrong & (tl.load(keep + start + columns, mask=inside, other=0).to(tl.int32) == 0)
-        written = tl.min(tl.where(wrong, columns, length), 0) + 1
-        tokens = tl.where(columns < written - 1, mine, tl.where(columns < written, said, -1))
-        tl.store(sampled + row * (WIDTH + 1) + columns, tokens.to(tl.int64), mask=columns <= WIDTH)
-        tl.store(emitted + row, written)
-        tl.store(rejected + row, length + 1 - written)
-    else:
-        written = tl.load(emitted + row).to(tl.int32)
-        tokens = tl.load(sampled + row * (WIDTH + 1) + columns, mask=columns < written, other=-1).to(tl.int32)
-    drafts = tl.where(ours & (written == known + 1), tl.minimum(length - known, masks), 0)
-    kept = tl.maximum(written - 1, 0)
-    agreed = kept
-    if DIALS:
-        slot = tl.load(slots + row)
-        least = tl.load(dials + 2 * slot + 1)
-        if SURE:
-            trust = tl.load(sure + start + known + 1 + columns, mask=columns < drafts, other=0.0)
-            drafts = tl.min(tl.where((columns < drafts) & (trust < least), columns, drafts), 0)
-        else:
-            drafts = tl.where(least <= 1.0, drafts, 0)
-        same = tl.sum(((tokens == said) & (columns < kept)).to(tl.int32), 0)
-        agreed = tl.where(tl.load(dials + 2 * slot) < float("inf"), same, kept)
-    behind = tl.load(best + start + known + 1 + columns, mask=columns < drafts, other=0)
-    behind = tl.where(columns < drafts, behind, mask)
-    tl.store(places + row * WIDTH + columns, behind, mask=columns < WIDTH)
-    spoke = written > 0
-    tl.atomic_add(counts, spoke.to(tl.int64))
+    """One program per sequence. ``kinds``, ``prefilling``, ``tolerated`` and ``confident`` may be None."""
+    sequence = tl.program_id(0)
+    start = tl.load(starts + sequence)
+    length = tl.load(starts + sequence + 1) - start - 1
+    column = tl.arange(0, BLOCK)
+    inside = column < length
+    choice = tl.load(argmax + start + column, mask=column <= length, other=-1).to(tl.int32)
+    fed = tl.load(tokens + start + 1 + column, mask=inside, other=0).to(tl.int32)
+    before = tl.min(tl.where(inside & (fed == mask_token), column, length), 0)
+    padding = tl.min(tl.where(inside & (fed < 0), column, length), 0)
+    draft_count = tl.minimum(before, padding)
+
+    agrees = inside & (fed == choice)
+    passes = agrees
+    if tolerated is not None:
+        passes = passes | (tl.load(tolerated + start + column, mask=inside, other=0) != 0)
+    accepted = tl.min(tl.where((column >= draft_count) | (passes == 0), column, BLOCK), 0)
+    accepted = tl.minimum(accepted, draft_count)
+    drafts = tl.where((before < length) & (padding == length), tl.minimum(length - before, masks), 0)
+    kind = -1
+    if kinds is not None:
+        kind = tl.load(kinds + tl.load(slots + sequence))
+        accepted = tl.where(kind == THRESHOLD, draft_count, accepted)
+        drafts = tl.where(kind == ONE_TOKEN, 0, drafts)
+    drafts = tl.where(accepted == before, drafts, 0)
+    if confident is not None:
+        enough = tl.load(confident + start + before + 1 + column, mask=column < drafts, other=0) != 0
+        trusted = tl.min(tl.where(enough, BLOCK, column), 0)
+        drafts = tl.where(kind == THRESHOLD, tl.minimum(trusted, drafts), drafts)
+    written, left = accepted + 1, length - accepted
+    if prefilling is not None:
+        writes = tl.load(prefilling + sequence) == 0
+        written, left, drafts = tl.where(writes, written, 0), tl.where(writes, left, 0), tl.where(writes, drafts, 0)
+
+    text = tl.where(column < accepted, fed, choice)
+    text = tl.where(column < written, text, -1)
+    tl.store(sampled + sequence * (WIDTH + 1) + column, text.to(tl.int64), mask=column <= WIDTH)
+    tl.store(emitted + sequence, written)
+    tl.store(rejected + sequence, left)
+    predicted = tl.load(argmax + start + before + 1 + column, mask=column < drafts, other=0)
+    following = tl.where(column < drafts, predicted, mask_token)
+    tl.store(windows + sequence * WIDTH + column, following, mask=column < WIDTH)
+
+    emits = written > 0
+    agreed = tl.sum((agrees & (column < accepted)).to(tl.int32), 0)
+    tl.atomic_add(counts, emits.to(tl.int64))
     tl.atomic_add(counts + 1, written.to(tl.int64))
-    tl.atomic_add(counts + 2, tl.where(spoke & ours, known, 0).to(tl.int64))
-    tl.atomic_add(counts + 3, kept.to(tl.int64))
-    tl.atomic_add(counts + 4, agreed.to(tl.int64))
+    tl.atomic_add(counts + 2, tl.where(emits, draft_count, 0).to(tl.int64))
+    tl.atomic_add(counts + 3, tl.where(emits, accepted, 0).to(tl.int64))
+    tl.atomic_add(counts + 4, tl.where(emits, agreed, 0).to(tl.int64))
 
 
-def advance(forward: Forward, *, mask: int, masks: int, width: int) -> Next:
-    """Accept, count, and lay out the next windows: at most ``masks`` drafts, ``width`` places in all."""
-    rows, device = len(forward.slots), forward.fed.device
-    greedy = forward.emitted is None
-    sampled, emitted, rejected = forward.sampled, forward.emitted, forward.emitted
-    if sampled is None or emitted is None:
-        sampled = torch.empty((rows, width + 1), dtype=torch.int64, device=device)
-        emitted = torch.empty(rows, dtype=torch.int32, device=device)
-        rejected = torch.empty_like(emitted)  # not a part of the other: a kernel is compiled anew for odd addresses
-    assert rejected is not None
-    places = torch.empty((rows, width), dtype=torch.int64, device=device)
-    _advance[(rows,)](
-        forward.fed,
-        forward.starts,
-        forward.best,
-        forward.slots,
-        sampled,
-        emitted,
-        rejected,
-        places,
-        forward.dials,
-        forward.sure,
-        forward.keep,
-        forward.counts,
-        mask,
-        masks,
-        WIDTH=width,
-        BLOCK=max(16, triton.next_power_of_2(width + 1)),
-        GREEDY=greedy,
-        DIALS=forward.dials is not None,
-        SURE=forward.sure is not None,
-        KEEP=forward.keep is not None,
-        num_warps=1,
+def greedy_step(inputs: StepInputs, choices: GreedyChoices) -> StepOutputs:
+    """A step in which every sequence is greedy and no draft is banned."""
+    sequences, device = len(inputs.slots), inputs.tokens.device
+    results = StepOutputs(
+        sampled=torch.empty((sequences, inputs.width + 1), dtype=torch.int64, device=device),
+        emitted=torch.empty(sequences, dtype=torch.int32, device=device),
+        rejected=torch.empty(sequences, dtype=torch.int32, device=device),
+        windows=torch.empty((sequences, inputs.width), dtype=torch.int64, device=device),
     )
-    return Next(sampled, emitted, rejected, places)
+    fed = (inputs.tokens, inputs.starts, inputs.slots, inputs.kinds, inputs.prefilling)
+    constants = {"WIDTH": inputs.width, "BLOCK": max(16, triton.next_power_of_2(inputs.width + 1))}
+    constants |= {"ONE_TOKEN": ONE_TOKEN, "THRESHOLD": THRESHOLD, "num_warps": 1}
+    _step[(sequences,)](*fed, *choices, *results, inputs.counts, inputs.mask_token, inputs.masks, **constants)
+    return results

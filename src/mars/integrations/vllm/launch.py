@@ -48,13 +48,13 @@ def serve(
             *others,
         ]
         process = subprocess.Popen(command, env=os.environ | ({"VLLM_API_KEY": api_key} if api_key else {}))
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells it by itself
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the child as well
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         return process.wait()
 
 
 def _checkpoint(model: str, adapter: str | None, scratch: Path) -> str:
-    """A name or folder that vLLM can load; what has to be put together first, is."""
+    """A name or folder that vLLM can load; a checkpoint with an adapter is merged and saved first."""
     if not is_put_together(model, adapter):
         return model
     save_checkpoint(load_checkpoint(model, adapter=adapter, device="cpu"), scratch / "model")

@@ -1,6 +1,6 @@
-"""The asynchronous road: scheduled ahead, vLLM with the plugin writes what it writes without.
+"""The asynchronous path: vLLM with the plugin generates what it generates without.
 
-On a GPU where there is one, with vLLM's and our kernels interpreted where there is none.
+On a GPU where there is one, else with vLLM's and our kernels interpreted.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     save_checkpoint(tiny_checkpoint("llama", hidden_size=128, intermediate_size=128, head_dim=32), folder)
     root = Path(__file__).parents[3]
-    command = [sys.executable, "-m", "tests.integrations.vllm.ahead", str(folder)]
+    command = [sys.executable, "-m", "tests.integrations.vllm.asynchronous", str(folder)]
     done = subprocess.run(command, cwd=root, env=os.environ, timeout=SECONDS, stdout=subprocess.PIPE, check=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-@pytest.mark.parametrize("kind", ["one", "many", "penalties", "short", "long", "likelihoods", "seeded"])
+@pytest.mark.parametrize("kind", ["one", "many", "penalties", "short", "long", "logprobs", "seeded"])
 @pytest.mark.parametrize("engine", ["mars", "windows"])
 def test_the_same_text(told: dict[str, Any], engine: str, kind: str) -> None:
     """Near the end of the context, too; ``windows`` has fewer masks with more requests, and preempts."""
@@ -39,14 +39,15 @@ def test_the_same_text(told: dict[str, Any], engine: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["mars", "windows"])
-def test_greedy_rows_need_no_sampler(told: dict[str, Any], engine: str) -> None:
+def test_greedy_sequences_take_the_argmax(told: dict[str, Any], engine: str) -> None:
     assert told[engine]["greedy"] == told["plain"]["many"]
     assert told[engine]["one-token"] == told["plain"]["many"][:4]
 
 
 def test_the_scheduler_counts_what_the_device_counts(told: dict[str, Any]) -> None:
+    """But for the steps that were dispatched for requests before it was known that they had ended."""
     for metrics, state in (("metrics", "state"), ("windows metrics", "windows state")):
-        assert told[metrics]["accepted_tokens"] == pytest.approx(told[state]["accepted"], rel=0.05)
+        assert told[metrics]["accepted_tokens"] == pytest.approx(told[state]["accepted"], rel=0.05, abs=4)
         assert told[metrics]["draft_tokens"] == pytest.approx(told[state]["drafts"], rel=0.05)
         assert told[state]["accepted"] == told[state]["agreed"] > 20
         assert told[state]["tokens"] == told[state]["forwards"] + told[state]["accepted"]
@@ -54,7 +55,7 @@ def test_the_scheduler_counts_what_the_device_counts(told: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("dial", ["relaxed=0.1", "threshold=0.1"])
 def test_looser_dials_write_faster(told: dict[str, Any], dial: str) -> None:
-    assert told[dial]["text"] == told[dial]["sampler's text"]
+    assert told[dial]["text"] == told[dial]["decided"]  # by the kernel, and by the plain version
     before, after = told[dial]["before"], told[dial]["after"]
     tokens, forwards = (after[name] - before[name] for name in ("tokens", "forwards"))
     assert tokens / forwards > before["tokens"] / before["forwards"]
@@ -62,13 +63,25 @@ def test_looser_dials_write_faster(told: dict[str, Any], dial: str) -> None:
     assert told[dial]["metrics"]["draft_tokens"] == pytest.approx(after["drafts"] - before["drafts"], rel=0.25)
 
 
-def test_a_prompt_that_is_known_brings_no_drafts(told: dict[str, Any]) -> None:
-    """vLLM would pad it to a window's length, and a lenient dial would keep the padding."""
-    assert told["known"][0] == told["known"][1]
+def test_a_cached_prompt_brings_no_drafts(told: dict[str, Any]) -> None:
+    """vLLM would pad it to a window's length, and a lossy dial would accept the padding."""
+    assert told["cached"][0] == told["cached"][1]
 
 
-def test_a_turned_dial_is_heard_by_all(told: dict[str, Any]) -> None:
-    """Where nobody wants drafts, rows feed one token as they do without the plugin."""
+@pytest.mark.parametrize("kind", ["", "plain "])
+def test_a_seed_gives_one_text_with_and_without_windows(told: dict[str, Any], kind: str) -> None:
+    """At a temperature, with penalties and truncation, and at a load that has other windows."""
+    texts = [told[name][f"{kind}{dial}"] for name in ("random", "windows random") for dial in ("exact", "one-token")]
+    assert texts[1:] == texts[:-1]
+    assert len({tuple(each) for each in texts[0]}) > 1
+
+
+def test_no_dial_accepts_what_truncation_removes(told: dict[str, Any]) -> None:
+    assert told["lossy"]["relaxed=0.000001"] == told["lossy"]["exact"] == told["lossy"]["one-token"]
+
+
+def test_scheduler_and_workers_know_the_server_s_dial(told: dict[str, Any]) -> None:
+    """If no request uses masks, sequences feed one token as they do without the plugin."""
     before, after = told["turned"]["before"], told["turned"]["after"]
     assert told["turned"]["text"] == told["plain"]["many"][: len(told["turned"]["text"])]
     assert after["tokens"] - before["tokens"] == after["forwards"] - before["forwards"]

@@ -1,7 +1,7 @@
-"""The asynchronous road: vLLM's second model runner, on a GPU, or without one on a CPU with its kernels interpreted.
+"""The asynchronous path: vLLM's second model runner, on a GPU, or on a CPU with all kernels interpreted.
 
-``python -m tests.integrations.vllm.ahead FOLDER`` writes with and without the plugin, and prints what came of it.
-A process of its own, since triton and vLLM have to be told before anybody else asks for them.
+``python -m tests.integrations.vllm.asynchronous FOLDER`` generates with and without the plugin, and prints the results.
+It is a process of its own, since environment variables must be set before triton and vLLM are imported.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ if not ON_GPU:
 ROWS = 6
 CROWD = 500 if ON_GPU else 30
 WORDS = list(range(11))
-"""All but the mask, which the plain model would write; a request that allows these alone needs vLLM's sampler"""
+"""All but the mask, which the plain model would generate; a request that allows only these does not take the argmax"""
 Answers = list[list[int]]
 
 
 class Driver:
-    """As much of one as vLLM looks for."""
+    """As much of a driver as vLLM looks for."""
 
     is_active = staticmethod(lambda: True)
 
 
 def interpret() -> None:
-    """Have vLLM believe in triton on a CPU, schedule ahead there, and take our road."""
+    """Make vLLM use triton, asynchronous scheduling and its second model runner on a CPU."""
     from triton import backends
 
     backends.backends["cpu"] = type("Backend", (), {"driver": Driver, "compiler": None})()
     from vllm.platforms.cpu import CpuPlatform
 
-    from mars.integrations.vllm import arguments
+    from mars.integrations.vllm import config as translation
 
     check = CpuPlatform.check_and_update_config.__func__
 
     def check_and_update_config(cls: Any, config: Any) -> None:
-        ahead = config.scheduler_config.async_scheduling
+        asynchronous = config.scheduler_config.async_scheduling
         check(cls, config)
-        config.scheduler_config.async_scheduling = ahead
+        config.scheduler_config.async_scheduling = asynchronous
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
-    arguments._runs_ahead = lambda _: True  # type: ignore[assignment]
+    translation._is_asynchronous = lambda _: True  # type: ignore[assignment]
 
 
 def engine(folder: str, mars: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -95,14 +95,14 @@ def write(llm: Any, count: int = ROWS, *, dial: str | None = None, **options: An
 
 
 def everything(llm: Any, *, plain: bool) -> dict[str, Any]:
-    """What is to be the same with the plugin and without; masks are kept out of a model that would write them."""
+    """What must be the same with the plugin and without; the plain model is kept from generating masks."""
     kinds: dict[str, Callable[[], Any]] = {
         "one": lambda: write(llm, 1, allowed_token_ids=WORDS),
         "many": lambda: write(llm, 2 * ROWS, allowed_token_ids=WORDS),
         "penalties": lambda: write(llm, 4, repetition_penalty=1.3, presence_penalty=0.4, allowed_token_ids=WORDS),
         "short": lambda: write(llm, 4, min_tokens=3, stop_token_ids=[4], ignore_eos=False, allowed_token_ids=WORDS),
         "long": lambda: longest(llm),
-        "likelihoods": lambda: likelihoods(llm),
+        "logprobs": lambda: logprobs(llm),
         "seeded": lambda: write(llm, 4, temperature=0.0, seed=3, allowed_token_ids=WORDS),
     }
     if not plain:
@@ -127,8 +127,8 @@ def longest(llm: Any) -> Answers:
     return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)]
 
 
-def known(llm: Any) -> list[int]:
-    """A prompt of which all is in the cache but its last token."""
+def cached(llm: Any) -> list[int]:
+    """A prompt of which all but the last token is in the prefix cache, the second time."""
     from vllm import SamplingParams
 
     params = SamplingParams(
@@ -138,7 +138,7 @@ def known(llm: Any) -> list[int]:
     return list(llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids)
 
 
-def likelihoods(llm: Any) -> Any:
+def logprobs(llm: Any) -> Any:
     from vllm import SamplingParams
 
     params = SamplingParams(
@@ -157,6 +157,26 @@ def likelihoods(llm: Any) -> Any:
 
 def _written(answer: Any) -> list[tuple[int, Any]]:
     return list(zip(answer.outputs[0].token_ids, answer.outputs[0].logprobs, strict=True))
+
+
+RANDOM = ("exact", "one-token")
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.5, "frequency_penalty": 0.5}
+
+
+def random_texts(llm: Any) -> dict[str, Answers]:
+    """What requests with seeds sample, by their dial; some with truncation and penalties."""
+    more = {"top_k": 5, "top_p": 0.9, **PENALTIES}
+    return {dial: write(llm, 4, dial=dial, temperature=0.8, seed=5, **more) for dial in RANDOM} | {
+        f"plain {dial}": write(llm, 4, dial=dial, temperature=1.0, seed=7) for dial in RANDOM
+    }
+
+
+def lossy_texts(llm: Any) -> dict[str, Answers]:
+    """Dials that accept everything which truncation and penalties leave: with one token left, the AR model's text."""
+    return {
+        dial: write(llm, 4, dial=dial, temperature=0.8, seed=5, top_k=1, **PENALTIES)
+        for dial in ("relaxed=0.000001", "exact", "one-token")
+    }
 
 
 def sampled(llm: Any) -> list[list[int]]:
@@ -233,11 +253,13 @@ def main(folder: str) -> dict[str, Any]:
     told["mars"] = everything(mars, plain=False)
     told["metrics"], told["state"] = metrics(mars), state(mars)
     told["mars sampled"] = timed("sampled", lambda: sampled(mars))
+    told["random"] = timed("random", lambda: random_texts(mars))
+    told["lossy"] = timed("lossy", lambda: lossy_texts(mars))
     for dial in ("relaxed=0.1", "threshold=0.1"):
         before, start = state(mars), metrics(mars)
         told[dial] = {"text": write(mars, ROWS, dial=dial), "before": before, "after": state(mars)}
         told[dial]["metrics"] = {name: count - start[name] for name, count in metrics(mars).items()}
-        told[dial]["sampler's text"] = write(mars, ROWS, dial=dial, allowed_token_ids=WORDS)
+        told[dial]["decided"] = write(mars, ROWS, dial=dial, allowed_token_ids=WORDS)
     mars.collective_rpc("mars_turn", args=("one-token",))
     before, start = state(mars), metrics(mars)
     told["turned"] = {"text": write(mars, ROWS), "before": before, "after": state(mars)}
@@ -246,7 +268,8 @@ def main(folder: str) -> dict[str, Any]:
     mars = engine(folder, {"windows": {"3": 1, "5": 0}}, block_size=32, num_gpu_blocks_override=10)
     told["windows"] = everything(mars, plain=False)
     told["windows metrics"], told["windows state"] = metrics(mars), state(mars)
-    told["known"] = [known(mars) for _ in range(2)]
+    told["cached"] = [cached(mars) for _ in range(2)]
+    told["windows random"] = timed("random", lambda: random_texts(mars))
     told["crowd"] = timed("crowd", lambda: crowd(mars, CROWD))
     mars.llm_engine.engine_core.shutdown()
     return told

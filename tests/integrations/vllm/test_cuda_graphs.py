@@ -1,4 +1,4 @@
-"""Graphs for rows with fewer places than a full window."""
+"""Graphs for windows shorter than a full one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-from mars.integrations.vllm.graphs import also_for_other_lengths, plain_counts, row_counts
+from mars.integrations.vllm.cuda_graphs import init_candidates, plain_counts, sequence_counts
 
 
 @dataclass(frozen=True)
@@ -20,28 +20,32 @@ class Graph:
     num_active_loras: int = 0
 
 
-def manager(windows: dict[int, int] | None, rows: int = 16) -> Any:
-    """With full graphs for windows of seven places."""
-    graphs = [Graph(7 * count, count, 7) for count in reversed(row_counts(rows))]
+def manager(windows: dict[int, int] | None, sequences: int = 16) -> Any:
+    """With full graphs for windows of seven tokens."""
+    graphs = [Graph(7 * count, count, 7) for count in reversed(sequence_counts(sequences))]
     made = SimpleNamespace(
-        vllm_config=SimpleNamespace(additional_config=None if windows is None else {"mars": {"windows": windows}}),
-        compilation_config=SimpleNamespace(max_cudagraph_capture_size=7 * rows),
+        vllm_config=SimpleNamespace(
+            additional_config=None
+            if windows is None
+            else {"mars": {"mask": 9, "masks": 3, "dial": "exact", "windows": windows}}
+        ),
+        compilation_config=SimpleNamespace(max_cudagraph_capture_size=7 * sequences),
         cudagraph_mode=SimpleNamespace(decode_mode=lambda: "full", separate_routine=lambda: True),
         decode_query_len=7,
-        max_num_reqs=rows,
+        max_num_reqs=sequences,
         lora_capture_cases=[0],
         _capture_descs={"full": list(graphs)},
         _candidates={
-            (n, 0): [next(each for each in reversed(graphs) if each.num_tokens >= n)] for n in range(1, 7 * rows)
+            (n, 0): [next(each for each in reversed(graphs) if each.num_tokens >= n)] for n in range(1, 7 * sequences)
         },
     )
-    also_for_other_lengths(lambda _: None)(made)
+    init_candidates(lambda _: None, made)
     return made
 
 
-def found(made: Any, rows: int, length: int) -> Graph:
-    fits = (each for each in made._candidates[rows * length, 0] if each.uniform_token_count == length)
-    return next(each for each in fits if each.num_reqs >= rows)
+def found(made: Any, sequences: int, length: int) -> Graph:
+    fits = (each for each in made._candidates[sequences * length, 0] if each.uniform_token_count == length)
+    return next(each for each in fits if each.num_reqs >= sequences)
 
 
 def test_single_tokens_and_shorter_windows_have_graphs_too() -> None:
@@ -56,7 +60,7 @@ def test_single_tokens_and_shorter_windows_have_graphs_too() -> None:
 
 
 def test_padding_is_small() -> None:
-    counts = row_counts(256)
+    counts = sequence_counts(256)
     assert counts[:6] == [1, 2, 3, 4, 6, 8] and counts[-1] == 256
     assert max((high - low - 1) / high for low, high in pairwise(counts) if low >= 32) < 0.13
 
@@ -66,7 +70,7 @@ def test_without_the_method_nothing_changes() -> None:
 
 
 def test_counts() -> None:
-    assert row_counts(5) == [1, 2, 3, 4, 5]
-    assert row_counts(256)[-5:] == [192, 208, 224, 240, 256]
+    assert sequence_counts(5) == [1, 2, 3, 4, 5]
+    assert sequence_counts(256)[-5:] == [192, 208, 224, 240, 256]
     assert plain_counts(20) == [1, 2, 4, 8, 16]
     assert plain_counts(256)[-1] == 256

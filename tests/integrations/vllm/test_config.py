@@ -31,7 +31,6 @@ def test_what_vllm_is_told(model: Path) -> None:
         ({"speculative_config": {"method": "mars", "windows": 4}}, "windows must be"),
         ({"speculative_config": {"method": "mars", "windows": {"many": 1}}}, "windows must be"),
         ({"speculative_config": {"method": "mars", "dial": "sloppy"}}, "unknown dial"),
-        ({"speculative_config": {"method": "mars", "dial": "threshold:margin=0.5"}}, "by probability"),
         ({"speculative_config": {"method": "mars", "dial": ["exact"]}}, "a dial is text"),
         ({"worker_extension_cls": "other.Extension"}, "--worker-extension-cls"),
         ({"pipeline_parallel_size": 2}, "use --tensor-parallel-size"),
@@ -40,6 +39,12 @@ def test_what_vllm_is_told(model: Path) -> None:
 def test_what_is_refused(model: Path, options: dict[str, Any], says: str) -> None:
     with pytest.raises(MarsError, match=says):
         config(model, **options)
+
+
+@pytest.mark.parametrize("dial", ["threshold:margin=0.5", "threshold:entropy=0.5"])
+def test_every_measure_of_confidence_is_known(model: Path, dial: str) -> None:
+    found = config(model, speculative_config={"method": "mars", "dial": dial})
+    assert found.additional_config["mars"]["dial"] == dial
 
 
 def test_a_model_that_was_not_trained(model: Path, tmp_path: Path) -> None:
@@ -68,21 +73,21 @@ def test_without_the_method_nothing_changes(model: Path) -> None:
     assert found.speculative_config is None and not found.additional_config
 
 
-def ahead(model: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+def asynchronous(model: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
     """What vLLM would be told on a GPU."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from mars.integrations.vllm import arguments
+    from mars.integrations.vllm import config as translation
 
-    monkeypatch.setattr(arguments, "_runs_ahead", lambda _: True)
-    monkeypatch.setenv(arguments.RUNNER, "1")
+    monkeypatch.setattr(translation, "_is_asynchronous", lambda _: True)
+    monkeypatch.setenv(translation.RUNNER, "1")
     asked = EngineArgs(model=str(model), **{"speculative_config": {"method": "mars"}, **options})
-    arguments.translate(asked)
+    translation.translate(asked)
     return asked
 
 
-def test_on_a_gpu_steps_are_scheduled_ahead(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = ahead(model, monkeypatch, max_num_seqs=20)
+def test_on_a_gpu_scheduling_is_asynchronous(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = asynchronous(model, monkeypatch, max_num_seqs=20)
     assert asked.speculative_config == {"method": "ngram_gpu", "model": "mars", "num_speculative_tokens": 6}
     assert asked.scheduler_cls.endswith("AsyncMarsScheduler")
     assert asked.additional_config["mars"]["windows"] == {257: 0}  # a small model has windows at any load
@@ -91,19 +96,19 @@ def test_on_a_gpu_steps_are_scheduled_ahead(model: Path, monkeypatch: pytest.Mon
     assert all(size % 7 == 0 for size in asked.cudagraph_capture_sizes)
 
 
-def test_windows_and_graphs_of_somebodys_own(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = ahead(model, monkeypatch, speculative_config={"method": "mars", "windows": {"9": 0}})
+def test_windows_and_graphs_that_a_user_asks_for(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = asynchronous(model, monkeypatch, speculative_config={"method": "mars", "windows": {"9": 0}})
     assert asked.cudagraph_capture_sizes[:6] == [7, 14, 21, 28, 42, 56]
     assert asked.cudagraph_capture_sizes[-1] > 512  # for single tokens, which all others have
-    assert ahead(model, monkeypatch, max_cudagraph_capture_size=70).cudagraph_capture_sizes is None
+    assert asynchronous(model, monkeypatch, max_cudagraph_capture_size=70).cudagraph_capture_sizes is None
 
 
-def test_a_large_model_has_windows_for_fewer_rows(tmp_path: Path) -> None:
+def test_a_large_model_has_windows_for_fewer_sequences(tmp_path: Path) -> None:
     from types import SimpleNamespace
 
     from transformers import Qwen2Config
 
-    from mars.integrations.vllm.arguments import _rows
+    from mars.integrations.vllm.config import _most_sequences
 
     Qwen2Config(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, vocab_size=152064).save_pretrained(
         tmp_path
@@ -111,24 +116,24 @@ def test_a_large_model_has_windows_for_fewer_rows(tmp_path: Path) -> None:
     asked = SimpleNamespace(
         hf_config_path=None, model=str(tmp_path), revision=None, trust_remote_code=False, tensor_parallel_size=1
     )
-    assert _rows(asked, 3) == 46
+    assert _most_sequences(asked, 3) == 46
     asked.tensor_parallel_size = 4
-    assert 46 < _rows(asked, 3) < 256
+    assert 46 < _most_sequences(asked, 3) < 256
 
 
 @pytest.mark.parametrize(("version", "runs"), [("0.25.1", False), ("0.26.0", True)])
-def test_older_versions_run_ahead_of_no_sliding_window(
+def test_older_versions_are_synchronous_with_sliding_windows(
     version: str, runs: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import MistralConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
-    from mars.integrations.vllm.arguments import _runs_ahead
+    from mars.integrations.vllm.config import _is_asynchronous
 
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: True)
     monkeypatch.setattr("vllm.__version__", version)
     MistralConfig(sliding_window=4096).save_pretrained(tmp_path)
-    assert _runs_ahead(EngineArgs(model=str(tmp_path))) is runs
-    assert not _runs_ahead(EngineArgs(model=str(tmp_path), async_scheduling=False))
-    assert _runs_ahead(EngineArgs(model=str(model)))
+    assert _is_asynchronous(EngineArgs(model=str(tmp_path))) is runs
+    assert not _is_asynchronous(EngineArgs(model=str(tmp_path), async_scheduling=False))
+    assert _is_asynchronous(EngineArgs(model=str(model)))
