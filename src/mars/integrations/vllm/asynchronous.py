@@ -88,25 +88,17 @@ class RequestTable:
         return replace(select(self.on_device()[1], index.long()), features=features)
 
 
-class InFront:
-    """An object of vLLM's with another ``__call__``."""
+class Wrapped:
+    """An object of vLLM's with some methods replaced; ``call`` is what happens if it is called."""
 
-    def __init__(self, inner: Any, call: Method) -> None:
-        self._inner, self._call = inner, call
+    def __init__(self, inner: Any, **methods: Method) -> None:
+        vars(self).update(methods, inner=inner)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        return getattr(vars(self)["inner"], name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-
-class OnlyAdjusts:
-    """In the place of vLLM's sampling states: temperature and truncation are left to `decide`."""
-
-    def apply_temperature(self, *_: Any) -> None: ...
-
-    def apply_min_p(self, *_: Any) -> None: ...
+    def __call__(self, *args: Any) -> Any:
+        return self.call(*args)
 
 
 class Speculator(Drafter):
@@ -148,12 +140,12 @@ class Speculator(Drafter):
             log("warning", f"mars cannot stand in for vLLM's {type(runner.sampler).__name__}: one token per step")
             return
         self._vllm, self._vllm_rejection = runner.sampler, runner.rejection_sampler
-        self._adjuster = copy(runner.sampler)
-        self._adjuster.sampling_states = OnlyAdjusts()
+        self._adjuster, states = copy(runner.sampler), runner.sampler.sampling_states
+        """Applies penalties, bias and bans; temperature and truncation are left to `decide`"""
+        self._adjuster.sampling_states = Wrapped(states, apply_temperature=_do_nothing, apply_min_p=_do_nothing)
         self._always_adjusts = len(getattr(runner.sampler, "logits_processors", ())) > 3
-        runner.sampler = InFront(runner.sampler, self.sample_one)
-        runner.sampler.add_request = self._add_request
-        runner.rejection_sampler = InFront(runner.rejection_sampler, self.sample)
+        runner.sampler = Wrapped(runner.sampler, call=self.sample_one, add_request=self._add_request)
+        runner.rejection_sampler = Wrapped(runner.rejection_sampler, call=self.sample)
         self._compile_kernel()
 
     def _add_request(self, slot: int, *others: Any) -> None:
@@ -260,6 +252,9 @@ class Speculator(Drafter):
         """There is no draft model to capture graphs of."""
 
     capture = init_cudagraph_manager
+
+
+def _do_nothing(*_: Any) -> None: ...
 
 
 def _prefilling(batch: Any) -> Any:
