@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -36,11 +36,11 @@ class Server:
 
 
 @contextmanager
-def running(command: Sequence[object], ready: str) -> Iterator[Server]:
+def running(command: Sequence[object], ready: str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
     """A server, once its output matches the pattern ``ready``, whose first group is the address."""
     with tempfile.NamedTemporaryFile("w+") as said:
         log = Path(said.name)
-        process = subprocess.Popen([*map(str, command)], stdout=said, stderr=said)
+        process = subprocess.Popen([*map(str, command)], stdout=said, stderr=said, env=env)
         try:
             while not (found := re.search(ready, log.read_text(errors="replace"))):
                 if process.poll() is not None:
@@ -56,9 +56,9 @@ def running(command: Sequence[object], ready: str) -> Iterator[Server]:
 
 
 @contextmanager
-def mars_serve(*options: object) -> Iterator[Server]:
+def mars_serve(*options: object, env: Mapping[str, str] | None = None) -> Iterator[Server]:
     command = [sys.executable, "-m", "mars", "serve", "--port", 0, *options]
-    with running(command, r"Serving .* on (http://\S+)") as server:
+    with running(command, r"Serving .* on (http://\S+)", env) as server:
         yield server
 
 

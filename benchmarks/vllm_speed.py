@@ -169,12 +169,12 @@ def open_engine(work: Work) -> Variant:
             while left and len(going) < size:
                 index, prompt = left.popleft()
                 request = model.request(prompt, dial="exact", max_new_tokens=limits[index])
-                going.append((index, engine().add(request)))
+                going.append((index, engine().add_request(request)))
             engine().step()
             steps += 1
-            for index, answer in [each for each in going if each[1].finish_reason]:
-                texts[index] = list(answer.token_ids)
-                going.remove((index, answer))
+            for index, sequence in [each for each in going if each[1].is_finished]:
+                texts[index] = sequence.output.token_ids
+                going.remove((index, sequence))
         return texts, steps
 
     return Variant(write, forget=lambda: engine().clear_prefix_cache())

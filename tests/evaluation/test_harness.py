@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from mars.evaluation.generate import cut, encode, generate
+from mars.evaluation.prompts import cut, encode
 from tokenizers import Regex, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
