@@ -312,9 +312,8 @@ def _serve_vllm(context: typer.Context, options: dict[str, Any]) -> int:
         source = context.get_parameter_source(name)
         if name not in (*VLLM_OPTIONS, "engine") and source is not None and source.name != "DEFAULT":
             raise MarsError(f"--{name.replace('_', '-')} is not known to the engine vllm: leave it out")
-    dial = options["dial"]
-    if dial is not None and Dial.parse(dial).measure != "probability":
-        raise MarsError(f"{dial} is not known to the engine vllm: threshold goes by probability there")
+    if options["dial"] is not None:
+        Dial.parse(options["dial"])
     from mars.integrations.vllm import launch
 
     return launch.serve(**{name: options[name] for name in VLLM_OPTIONS}, others=context.args)

@@ -311,15 +311,15 @@ def test_generation_stops_when_its_caller_does(tmp_path: Path) -> None:
     prompts = [[1, number % 9, number // 9] for number in range(70)]
     requests = [model.request(prompt, max_new_tokens=12) for prompt in prompts]
     expected = model.generate(prompts, max_new_tokens=12)
-    found = dict(generate(model, requests))
+    found = dict(model.run(requests))
     assert [found[index].token_ids for index in range(70)] == [answer.token_ids for answer in expected]
-    answers = generate(model, requests)
+    answers = model.run(requests)
     assert len(list(islice(answers, 5))) == 5
     answers.close()
-    assert (model.engine().running, model.engine().waiting) == (0, 0)
+    assert (model.engine().num_running, model.engine().num_waiting) == (0, 0)
     with pytest.raises(MarsError, match="max_new_tokens"):
-        next(generate(model, [*requests, model.request([1], max_new_tokens=0)]))
-    assert not list(generate(model, []))
+        next(model.run([*requests, model.request([1], max_new_tokens=0)]))
+    assert not list(model.run([]))
 
 
 def test_prompts_and_ends(llama: str) -> None:
