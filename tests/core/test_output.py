@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from mars.core.output import Detokenizer, Emission, OutputProcessor, RequestOutput, StopStrings
+from mars.core.output import Detokenizer, OutputProcessor, RequestOutput, StopStrings
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
@@ -50,10 +50,10 @@ def test_text_made_at_once_is_the_same(tokenizer: PreTrainedTokenizerBase, text:
     output = RequestOutput()
     processor = OutputProcessor(output, tokenizer, frozenset())
     while left := tokens[output.num_tokens :]:
-        output.add(Emission(left[: data.draw(st.integers(1, 4))], [], []))
+        output.add(left[: data.draw(st.integers(1, 4))], [])
         if data.draw(st.booleans()):
             processor.read_at_once()
-    output.add(Emission([], [], []))
+    output.add([], [])
     output.finish("stop")
     assert "".join(output.pieces) == output.text == tokenizer.decode(tokens, skip_special_tokens=True)
     assert len(output.pieces) == len(output.steps)

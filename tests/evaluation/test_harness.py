@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from mars.evaluation.prompts import cut, encode
 from tokenizers import Regex, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 import mars
 from mars.errors import MarsError
+from mars.evaluation.prompts import cut, encode
 from mars.models import save_checkpoint
 from tests.conftest import CHAT_TEMPLATE, MASK, save_chat_model, tiny_checkpoint
 

@@ -22,23 +22,25 @@ class Logprob(NamedTuple):
     top: list[tuple[int, float]]
 
 
-class Emission(NamedTuple):
-    """What one forward gave to a sequence."""
-
-    token_ids: list[int]
-    agrees: list[bool]
-    """Is a token what the AR model would have written? For all tokens in order, as far as is known by now: tokens that
-    `threshold` emits are verified one forward later."""
-    logprobs: list[Logprob]
-    """Of these tokens, if they were asked for"""
-
-
 @dataclass(slots=True)
 class RequestOutput:
-    """What came out of a request, so far or since it was last told of."""
+    """What came out of a request, so far or since it was last told of.
+
+    One flat list for everything: an object per forward would be a lot of work for the garbage collector.
+    """
 
     request_id: int = 0
-    emissions: list[Emission] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    """The end token included, where the model wrote one"""
+    steps: list[int] = field(default_factory=list)
+    """Tokens emitted by each forward"""
+    agrees: list[bool] = field(default_factory=list)
+    """Is a token what the AR model would have written? For all tokens in order, as far as is known by now: tokens that
+    `threshold` emits are verified one forward later."""
+    verdicts: list[int] = field(default_factory=list)
+    """For how many tokens each forward has revealed that"""
+    logprobs: list[Logprob] = field(default_factory=list)
+    """One per token, if they were asked for"""
     finish_reason: FinishReason | None = None
     dial: str = ""
     times: list[float] = field(default_factory=list)
@@ -47,17 +49,23 @@ class RequestOutput:
     """From the request to its last token"""
     draft_forwards: int = 0
     """Forwards of a separate draft model, where one was used"""
-    num_tokens: int = 0
-    num_verified: int = 0
     started: float = field(default_factory=time.perf_counter)
     processor: OutputProcessor | None = field(default=None, repr=False, compare=False)
-    """Who turns the tokens into text"""
+    """Turns the tokens into text"""
 
-    def add(self, *emissions: Emission) -> None:
-        self.emissions += emissions
-        self.num_tokens += sum(len(each.token_ids) for each in emissions)
-        self.num_verified += sum(len(each.agrees) for each in emissions)
-        self.times += [time.perf_counter() - self.started] * len(emissions)
+    def add(self, tokens: Sequence[int], agrees: Sequence[bool]) -> None:
+        """What one forward brought: its tokens, and the next verdicts."""
+        self.token_ids += tokens
+        self.steps.append(len(tokens))
+        self.agrees += agrees
+        self.verdicts.append(len(agrees))
+        self.times.append(time.perf_counter() - self.started)
+
+    def extend(self, later: RequestOutput) -> None:
+        """What further forwards brought."""
+        for name in ("token_ids", "steps", "agrees", "verdicts", "logprobs"):
+            getattr(self, name).extend(getattr(later, name))
+        self.times += [time.perf_counter() - self.started] * later.forwards
 
     def finish(self, reason: FinishReason) -> None:
         self.finish_reason = reason
@@ -65,26 +73,21 @@ class RequestOutput:
 
     def since(self, forwards: int) -> RequestOutput:
         """What came after so many forwards."""
-        later = RequestOutput(self.request_id, finish_reason=self.finish_reason)
-        later.add(*self.emissions[forwards:])
-        return later
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Outputs cross from process to process many times a second: verdicts are left out where all are positive."""
-        plain = [not each.logprobs and each.agrees == [True] * len(each.token_ids) for each in self.emissions]
-        packed = [each[0] if is_plain else tuple(each) for each, is_plain in zip(self.emissions, plain, strict=True)]
-        rest = (self.times, self.finish_reason, self.dial, self.seconds, self.draft_forwards)
-        return _unpack, (self.request_id, packed, *rest)
+        steps, verdicts = self.steps[forwards:], self.verdicts[forwards:]
+        start = len(self.token_ids) - sum(steps)
+        agrees = self.agrees[len(self.agrees) - sum(verdicts) :]
+        logprobs = self.logprobs[start:]
+        return RequestOutput(
+            self.request_id, self.token_ids[start:], steps, agrees, verdicts, logprobs, self.finish_reason
+        )
 
     def cut(self, forwards: int, tokens: int) -> None:
         """Keep the first forwards, and of the last of these its first tokens."""
-        *kept, last = self.emissions[:forwards]
-        late = sum(len(each.token_ids) - len(each.agrees) for each in kept)
-        last = Emission(last.token_ids[:tokens], last.agrees[: late + tokens], last.logprobs[:tokens])
-        times = self.times[:forwards]
-        self.emissions, self.times, self.num_tokens, self.num_verified = [], [], 0, 0
-        self.add(*kept, last)
-        self.times = times
+        count = sum(self.steps[: forwards - 1]) + tokens
+        known = min(count, sum(self.verdicts[:forwards]))
+        self.verdicts[forwards - 1 :] = [known - sum(self.verdicts[: forwards - 1])]
+        self.steps[forwards - 1 :] = [tokens]
+        del self.token_ids[count:], self.logprobs[count:], self.agrees[known:], self.times[forwards:]
 
     @property
     def text(self) -> str:
@@ -96,23 +99,12 @@ class RequestOutput:
         return self.processor.pieces if self.processor else []
 
     @property
-    def token_ids(self) -> list[int]:
-        """The end token included, where the model wrote one."""
-        return [token for each in self.emissions for token in each.token_ids]
-
-    @property
-    def logprobs(self) -> list[Logprob]:
-        """One per token, if they were asked for."""
-        return [logprob for each in self.emissions for logprob in each.logprobs]
-
-    @property
-    def steps(self) -> list[int]:
-        """Tokens emitted by each forward."""
-        return [len(each.token_ids) for each in self.emissions]
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
 
     @property
     def forwards(self) -> int:
-        return len(self.emissions)
+        return len(self.steps)
 
     @property
     def tokens_per_forward(self) -> float:
@@ -124,9 +116,14 @@ class RequestOutput:
         return dict(sorted(Counter(self.steps).items()))
 
     @property
+    def num_verified(self) -> int:
+        """Tokens for which the AR model's own choice is known."""
+        return len(self.agrees)
+
+    @property
     def num_agreed(self) -> int:
-        """Tokens that are known to be the AR model's own choice, of the ``num_verified`` for which that is known."""
-        return sum(sum(each.agrees) for each in self.emissions)
+        """Of those, how many are that choice."""
+        return sum(self.agrees)
 
     @property
     def agreement(self) -> float:
@@ -154,23 +151,6 @@ class RequestOutput:
         }
 
 
-def _unpack(
-    request_id: int,
-    packed: list[list[int] | tuple[list[int], list[bool], list[Logprob]]],
-    times: list[float],
-    finish_reason: FinishReason | None,
-    dial: str,
-    seconds: float,
-    draft_forwards: int,
-) -> RequestOutput:
-    output = RequestOutput(request_id, [], finish_reason, dial, seconds=seconds, draft_forwards=draft_forwards)
-    output.add(
-        *(Emission(*each) if isinstance(each, tuple) else Emission(each, [True] * len(each), []) for each in packed)
-    )
-    output.times = times
-    return output
-
-
 class OutputProcessor:
     """Turns the tokens of a growing output into text, and ends the output at a stop string.
 
@@ -192,6 +172,8 @@ class OutputProcessor:
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(stop)
         self._pieces: list[str] = []
+        self._read_tokens = 0
+        """Tokens that have become text"""
         self._is_flushed = False
 
     @property
@@ -217,17 +199,16 @@ class OutputProcessor:
 
     def read_at_once(self) -> None:
         """Turn all new tokens into text together: cheaper, but it counts as the last forward's."""
-        unread = self.output.emissions[len(self._pieces) :]
-        if not self._stops and len(unread) > 1:
-            self._pieces += [""] * (len(unread) - 1)
-            tokens = [token for each in unread for token in each.token_ids]
-            self._pieces.append(self._detokenizer.feed(*self._written(tokens)))
+        unread = self.output.forwards - len(self._pieces)
+        if not self._stops and unread > 1:
+            self._pieces += [""] * (unread - 1)
+            self._pieces.append(self._detokenizer.feed(*self._written(self._take(self.output.num_tokens))))
         self._read()
 
     def _read(self) -> None:
-        for emission in self.output.emissions[len(self._pieces) :]:
+        for step in self.output.steps[len(self._pieces) :]:
             self._pieces.append("")
-            tokens = emission.token_ids
+            tokens = self._take(self._read_tokens + step)
             for end, part in enumerate([[token] for token in tokens] if self._stops else [tokens], 1):
                 self._pieces[-1] += self._stops.feed(self._detokenizer.feed(*self._written(part)))
                 if self._stops.hit:
@@ -237,6 +218,10 @@ class OutputProcessor:
         if self._pieces and self.output.finish_reason and not self._is_flushed and not self._stops.hit:
             self._is_flushed = True
             self._pieces[-1] += self._stops.feed(self._detokenizer.flush()) + self._stops.flush()
+
+    def _take(self, end: int) -> list[int]:
+        start, self._read_tokens = self._read_tokens, end
+        return self.output.token_ids[start:end]
 
     def _written(self, tokens: Sequence[int]) -> list[int]:
         return [token for token in tokens if token not in self._end_tokens]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from mars.core.grammar import GrammarMatcher, grammar_compiler
-from mars.core.output import Emission, Logprob, RequestOutput
+from mars.core.output import Logprob, RequestOutput
 from mars.core.request import ModelInfo, Request, default_dial
 from mars.method.acceptance import Dial
 from mars.method.sampling import SamplingParams
@@ -107,22 +107,22 @@ class Sequence:
 
         Returns how many drafts it verified and how many were accepted, if they waited for that.
         """
-        drafts, verified = self.drafts[: len(result.agrees)], None
-        accepted = [*drafts[: result.accepted], result.token]
-        agrees = [*result.agrees[: result.accepted], True]
-        emitted, logprobs = accepted, result.logprobs
+        count, token, agrees, predicted, trusted, logprobs = result
+        verified = None
+        accepted = [*self.drafts[:count], token]
         if self.drafts_emitted:
-            emitted, logprobs = [result.token], logprobs[result.accepted :]
-        elif drafts:
-            verified = (len(drafts), result.accepted)
-        self.emit(emitted + result.drafts[: result.trusted], agrees, logprobs)
+            emitted, logprobs = [token], logprobs[count:]
+        else:
+            emitted = accepted
+            verified = (min(len(self.drafts), len(agrees)), count) if self.drafts else None
+        self.emit(emitted + predicted[:trusted], [*agrees[:count], True], logprobs)
         if self.matcher is not None and not self.is_finished and not self.matcher.advance(accepted):
             self.output.finish("length")  # the grammar has grown beyond llguidance's limits
         self.awaits_result = False
         self.tokens += accepted
         self.cursor = len(self.tokens) - 1
         self.drafts_emitted = not dial.verifies
-        self.drafts = result.drafts[: result.trusted] if self.drafts_emitted else result.drafts
+        self.drafts = predicted[:trusted] if self.drafts_emitted else predicted
         return verified
 
     def emit(self, tokens: list[int], agrees: list[bool], logprobs: SequenceOf[Logprob] = ()) -> int:
@@ -130,12 +130,16 @@ class Sequence:
 
         ``agrees`` goes on where the verdicts so far end: first for tokens emitted before, then for these.
         """
-        tokens = tokens[: self.room]
-        end = next((index for index, token in enumerate(tokens, 1) if token in self.end_tokens), None)
-        tokens = tokens[:end]
-        late, top = self.output.num_tokens - self.output.num_verified, self.request.logprobs
-        known = [] if top is None else [Logprob(each.logprob, each.top[:top]) for each in logprobs[: len(tokens)]]
-        self.output.add(Emission(tokens, agrees[: late + len(tokens)], known))
-        if end is not None or not self.room:
-            self.output.finish("length" if end is None else "stop")
-        return len(tokens)
+        output, before = self.output, len(self.output.token_ids)
+        room = self.max_tokens - before
+        tokens = tokens[:room]
+        ends = not self.end_tokens.isdisjoint(tokens)
+        if ends:
+            tokens = tokens[: next(index for index, token in enumerate(tokens, 1) if token in self.end_tokens)]
+        count = len(tokens)
+        if (top := self.request.logprobs) is not None:
+            output.logprobs += [Logprob(each.logprob, each.top[:top]) for each in logprobs[:count]]
+        output.add(tokens, agrees[: before - len(output.agrees) + count])
+        if ends or count == room:
+            output.finish("stop" if ends else "length")
+        return count

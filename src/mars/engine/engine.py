@@ -32,13 +32,15 @@ CPU_MEMORY = 2 * 2**30
 GPU_SHARE = 0.5
 
 
+Batch = list[tuple[Sequence, int, Dial]]
+"""The sequences of a step, with the number of their admission and their dial at that time"""
+
+
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
     """A step that was dispatched and whose result the host has not processed yet."""
 
-    sequences: list[Sequence]
-    admissions: list[int]
-    dials: list[Dial]
+    batch: Batch
     outputs: StepOutputs
 
 
@@ -102,7 +104,7 @@ class Engine:
         )
         self._prefill_tokens = prefill_tokens
         self._in_flight: deque[InFlightStep] = deque()
-        self._inputs: tuple[list[tuple[Sequence, int, Dial]], StepInputs] | None = None
+        self._inputs: tuple[Batch, StepInputs] | None = None
         self._host_seconds = math.inf
         """What a step took lately besides waiting for the device"""
 
@@ -167,11 +169,11 @@ class Engine:
         window = self.policy.choose(sequences, self._host_seconds if ahead else 0.0)
         self._set_grammar_masks(sequences, window)
         longest = max(each.cursor for each in sequences) + len(self._in_flight) * self.block_size + window.width
-        outputs = self._runner.step(self._step_inputs(sequences), window, longest)
+        batch = [(each, each.admissions, each.dial) for each in sequences]
+        outputs = self._runner.step(self._step_inputs(batch), window, longest)
+        self._in_flight.append(InFlightStep(batch, outputs))
         for sequence in sequences:
             sequence.trusts_masks = sequence.dial.kind == "threshold"
-        admissions, dials = [each.admissions for each in sequences], [each.dial for each in sequences]
-        self._in_flight.append(InFlightStep(sequences, admissions, dials, outputs))
         self.num_steps += 1
         self.num_fed += window.width
 
@@ -184,8 +186,8 @@ class Engine:
         step.outputs.wait()
         waited = time.perf_counter() - started
         verified = None
-        results = step.outputs.results([each.request.logprobs is not None for each in step.sequences])
-        for sequence, admission, dial, result in zip(step.sequences, step.admissions, step.dials, results, strict=True):
+        results = step.outputs.results([each.request.logprobs is not None for each, _, _ in step.batch])
+        for (sequence, admission, dial), result in zip(step.batch, results, strict=True):
             if sequence.slot is None or sequence.admissions != admission:
                 continue
             if verified_now := sequence.process(result, dial):
@@ -199,12 +201,12 @@ class Engine:
             self.policy.acceptance.decay()
         return waited
 
-    def _step_inputs(self, sequences: list[Sequence]) -> StepInputs:
+    def _step_inputs(self, batch: Batch) -> StepInputs:
         """Built anew only when the batch or a dial has changed."""
-        key = [(each, each.admissions, each.dial) for each in sequences]
-        if self._inputs is None or self._inputs[0] != key:
+        if self._inputs is None or self._inputs[0] != batch:
+            sequences = [sequence for sequence, _, _ in batch]
             groups = [self.policy.groups(each) for each in sequences]
-            self._inputs = key, StepInputs.of(sequences, groups, self.checkpoint.vocabulary)
+            self._inputs = batch, StepInputs.of(sequences, groups, self.checkpoint.vocabulary)
         return self._inputs[1]
 
     def _set_grammar_masks(self, sequences: SequenceOf[Sequence], window: Window) -> None:

@@ -119,10 +119,14 @@ class WindowPolicy:
 
         ``host_seconds``: what the host needs for a step while the device runs another; no step takes less.
         """
-        needed = Window()
-        for window in {self._needed(each) for each in sequences}:
-            needed |= window
-        free = max((each.request.block_size for each in sequences if _takes_any_window(each)), default=1)
+        needed, free = Window(), 1
+        for sequence in sequences:
+            takes_any = _takes_any_window(sequence)
+            if takes_any and sequence.request.block_size > free:
+                free = sequence.request.block_size
+            window = self._needed(sequence, takes_any)
+            if window is not None:
+                needed |= window
         if free < 2:
             return needed
         candidates = [needed, *(needed | Window.of(groups, free) for groups in range(1, free + 1))]
@@ -139,14 +143,16 @@ class WindowPolicy:
             return block_size
         return max(1, min(sequence.request.mask_groups or self._default_groups, block_size))
 
-    def _needed(self, sequence: Sequence) -> Window:
-        """The smallest window that the sequence's next step can have."""
-        block_size, free = sequence.request.block_size, _takes_any_window(sequence)
-        keeps_drafts = sequence.drafts_emitted or not free  # drafts that wait may be dropped; emitted ones must be fed
+    def _needed(self, sequence: Sequence, takes_any: bool) -> Window | None:
+        """The smallest window that the sequence's next step can have; None: any will do."""
+        block_size, dial = sequence.request.block_size, sequence.dial
+        keeps_drafts = not takes_any or sequence.drafts_emitted  # drafts that wait may be dropped; emitted ones not
         has_drafts = (sequence.drafts and keeps_drafts) or sequence.trusts_masks
+        if not has_drafts and (takes_any or not dial.uses_masks):
+            return None
         needed = Window(drafts=block_size - 1) if has_drafts else Window()
-        if sequence.dial.uses_masks and not free:
-            verifies = sequence.dial.verifies or not sequence.drafts_emitted  # drafts made before the dial was turned
+        if dial.uses_masks and not takes_any:
+            verifies = dial.verifies or not sequence.drafts_emitted  # drafts made before the dial was turned
             needed |= Window.of(self.groups(sequence) if verifies else 1, block_size)
         return needed
 

@@ -137,12 +137,11 @@ class StepOutputs:
     def results(self, wants_logprobs: SequenceOf[bool]) -> list[StepResult]:
         """What was decided for each sequence, with logprobs for those that want them."""
         self.wait()
-        results = []
-        for row, (accepted, trusted, count, token, *rest) in enumerate(self.decisions.tolist()):
-            logprobs = self._logprobs(row) if wants_logprobs[row] else []
-            agrees, drafts = rest[: self.drafts], rest[self.drafts :][:count]
-            results.append(StepResult(accepted, token, agrees, drafts, trusted, logprobs))
-        return results
+        accepted, trusted, counts, tokens = self.decisions[:, :4].T.tolist()
+        agrees, predicted = (each.tolist() for each in self.decisions[:, 4:].tensor_split([self.drafts], 1))
+        drafts = [each[:count] for each, count in zip(predicted, counts, strict=True)]
+        logprobs = [self._logprobs(row) if wanted else [] for row, wanted in enumerate(wants_logprobs)]
+        return list(map(StepResult, accepted, tokens, agrees, drafts, trusted, logprobs))
 
     def _logprobs(self, row: int) -> list[Logprob]:
         assert self.logprobs is not None and self.top_ids is not None

@@ -13,7 +13,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from mars.api import Model
-from mars.core.output import Emission, RequestOutput
+from mars.core.output import RequestOutput
 from mars.core.request import Request, require_masks
 from mars.errors import MarsError
 from mars.evaluation.speed import Decode, Decoder, Round
@@ -105,7 +105,8 @@ def _transformers(checkpoint: Checkpoint, prompts: Sequence[list[int]], max_new_
 def _answer(checkpoint: Checkpoint, tokens: list[int], times: list[float], checked: int = 0) -> RequestOutput:
     """An answer of one token per forward; ``checked`` tokens are known to be the model's own greedy ones."""
     output = RequestOutput(dial="one-token")
-    output.add(*(Emission([token], [True] * (index < checked), []) for index, token in enumerate(tokens)))
+    for index, token in enumerate(tokens):
+        output.add([token], [True] * (index < checked))
     output.finish("stop" if tokens[-1] in checkpoint.end_tokens else "length")
     output.times, output.seconds = times, times[-1] if times else 0.0
     return output

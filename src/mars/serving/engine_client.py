@@ -82,7 +82,7 @@ class RequestStream:
             raise self._error
         received, self._received = self._received, []
         for each in received:
-            self.output.add(*each.emissions)
+            self.output.extend(each)
             self.processor.update()
             if self.is_finished:
                 self._on_stop(self)
