@@ -11,8 +11,7 @@ from typing import Literal, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 FinishReason = Literal["stop", "length", "abort"]
-REPLACEMENT = "\ufffd"
-"""What a tokenizer writes for bytes that are not a whole character yet"""
+REPLACEMENT = "\ufffd"  # what a tokenizer writes for bytes that are not a whole character yet
 
 
 class Logprob(NamedTuple):
@@ -30,28 +29,21 @@ class RequestOutput:
     """
 
     request_id: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    """The end token included, where the model wrote one"""
-    steps: list[int] = field(default_factory=list)
-    """Tokens emitted by each forward"""
+    token_ids: list[int] = field(default_factory=list)  # the end token included, where the model wrote one
+    steps: list[int] = field(default_factory=list)  # tokens emitted by each forward
     agrees: list[bool] = field(default_factory=list)
     """Is a token what the AR model would have written? For all tokens in order, as far as is known by now: tokens that
     `threshold` emits are verified one forward later."""
-    verdicts: list[int] = field(default_factory=list)
-    """For how many tokens each forward has revealed that"""
-    logprobs: list[Logprob] = field(default_factory=list)
-    """One per token, if they were asked for"""
+    verdicts: list[int] = field(default_factory=list)  # for how many tokens each forward has revealed that
+    logprobs: list[Logprob] = field(default_factory=list)  # one per token, if they were asked for
     finish_reason: FinishReason | None = None
     dial: str = ""
     times: list[float] = field(default_factory=list)
     """When each forward's tokens came, in seconds since the request was made"""
-    seconds: float = 0.0
-    """From the request to its last token"""
-    draft_forwards: int = 0
-    """Forwards of a separate draft model, where one was used"""
+    seconds: float = 0.0  # from the request to its last token
+    draft_forwards: int = 0  # forwards of a separate draft model, where one was used
     started: float = field(default_factory=time.perf_counter)
-    processor: OutputProcessor | None = field(default=None, repr=False, compare=False)
-    """Turns the tokens into text"""
+    processor: OutputProcessor | None = field(default=None, repr=False, compare=False)  # turns the tokens into text
 
     def add(self, tokens: Sequence[int], agrees: Sequence[bool]) -> None:
         """What one forward brought: its tokens, and the next verdicts."""
@@ -172,8 +164,7 @@ class OutputProcessor:
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(stop)
         self._pieces: list[str] = []
-        self._read_tokens = 0
-        """Tokens that have become text"""
+        self._read_tokens = 0  # tokens that have become text
         self._is_flushed = False
 
     @property

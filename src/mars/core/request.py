@@ -50,20 +50,16 @@ class Request:
     """What one caller asked for."""
 
     prompt: Sequence[int]
-    dial: Dial | None = field(default_factory=lambda: Dial("one-token"))
-    """None: the engine's, also when that is turned"""
+    dial: Dial | None = field(default_factory=lambda: Dial("one-token"))  # None: the engine's, also when that is turned
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_new_tokens: int = 256
     stop: Sequence[str] = ()
-    block_size: int = 1
-    """Tokens one forward predicts: the AR token and ``block_size - 1`` masks"""
+    block_size: int = 1  # tokens one forward predicts: the AR token and ``block_size - 1`` masks
     mask_groups: int | None = None
     """Of a window, as `mars.method.windows.parse_window` counts them; None: `exact` takes the fastest window of each
     step, the other dials always the same"""
-    min_new_tokens: int = 0
-    """No end token before so many others; stop strings still stop"""
-    ignore_end: bool = False
-    """Go on after end tokens"""
+    min_new_tokens: int = 0  # no end token before so many others; stop strings still stop
+    ignore_end: bool = False  # go on after end tokens
     logprobs: int | None = None
     """For every token, its log-probability and those of so many of the likeliest ones; needs a dial that verifies"""
     grammar: str | None = None

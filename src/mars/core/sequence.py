@@ -18,49 +18,35 @@ class StepResult(NamedTuple):
 
     accepted: int
     token: int
-    agrees: list[bool]
-    """For each draft that the window had room for"""
+    agrees: list[bool]  # for each draft that the window had room for
     drafts: list[int]
     trusted: int
-    logprobs: list[Logprob]
-    """At each verified position, if some sequence of the batch asked for them"""
+    logprobs: list[Logprob]  # at each verified position, if some sequence of the batch asked for them
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     request: Request
-    dial: Dial
-    """In effect for the next forward"""
-    sampling: SamplingParams
-    """The request's, with a seed"""
+    dial: Dial  # in effect for the next forward
+    sampling: SamplingParams  # the request's, with a seed
     max_tokens: int
     end_tokens: frozenset[int]
     matcher: GrammarMatcher | None
     output: RequestOutput
-    tokens: list[int]
-    """Prompt and generated text, up to the last token"""
+    tokens: list[int]  # prompt and generated text, up to the last token
     drafts: list[int] = field(default_factory=list)
-    drafts_emitted: bool = True
-    """Were the drafts emitted already, unchecked?"""
-    cursor: int = 0
-    """How many of the tokens have their keys and values cached"""
+    drafts_emitted: bool = True  # were the drafts emitted already, unchecked?
+    cursor: int = 0  # how many of the tokens have their keys and values cached
 
     # What follows is the engine's.
-    order: tuple[int, int] = (0, 0)
-    """Priority and number of arrival: the smaller, the sooner it runs"""
-    slot: int | None = None
-    """Its index in the device state; None while it waits"""
-    admissions: int = 0
-    """How often it was given a slot: results of an earlier admission do not count any more"""
-    awaits_result: bool = False
-    """Its grammar must see the result of its last step before the next one"""
-    trusts_masks: bool = False
-    """Did the last step dispatched for it emit predictions of masks unchecked?"""
+    order: tuple[int, int] = (0, 0)  # priority and number of arrival: the smaller, the sooner it runs
+    slot: int | None = None  # its index in the device state; None while it waits
+    admissions: int = 0  # how often it was given a slot: results of an earlier admission do not count any more
+    awaits_result: bool = False  # its grammar must see the result of its last step before the next one
+    trusts_masks: bool = False  # did the last step dispatched for it emit predictions of masks unchecked?
     pages: list[int] = field(default_factory=list)
-    cached_pages: int = 0
-    """How many of its pages are full and in the prefix cache"""
-    page_hash: int = 0
-    """Of the last one of those"""
+    cached_pages: int = 0  # how many of its pages are full and in the prefix cache
+    page_hash: int = 0  # of the last one of those
 
     @classmethod
     def of(cls, request: Request, model: ModelInfo, dial: Dial | None = None) -> Sequence:

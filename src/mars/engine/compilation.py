@@ -20,8 +20,7 @@ from mars.models.builtin import cache_home
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers that are given the same input, by the names that transformers uses"""
-MOST_VARIANTS = 256
-"""Of a compiled function: one per window, kind of sampling and kind of layer"""
+MOST_VARIANTS = 256  # of a compiled function: one per window, kind of sampling and kind of layer
 
 
 class Joint(nn.Module):

@@ -28,10 +28,8 @@ SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 25
 """Numbers of sequences that are captured; more than the last are a multiple of `BEYOND`. One sequence is computed as
 two: the compiler makes a variant of its own for a dimension of one."""
 BEYOND = 64
-CHUNKS = (1, 2, 4, 8, 16, 32, 64)
-"""Numbers of prefill chunks that are captured"""
-CONTEXT = 256
-"""Cached tokens of the sequences whose steps are timed"""
+CHUNKS = (1, 2, 4, 8, 16, 32, 64)  # numbers of prefill chunks that are captured
+CONTEXT = 256  # cached tokens of the sequences whose steps are timed
 REPEATS = 10
 MATRICES = ("integers", "floats")
 Inputs = TypeVar("Inputs", StepInputs, PrefillInputs)
@@ -45,12 +43,9 @@ def padded_size(num_seqs: int) -> int:
 @dataclass(slots=True)
 class CapturedGraph(Generic[Inputs]):
     graph: torch.cuda.CUDAGraph
-    inputs: Inputs
-    """What it reads"""
-    outputs: StepOutputs | None
-    """What it writes"""
-    holds: Inputs | None = None
-    """The host's inputs that were last copied into its own"""
+    inputs: Inputs  # what it reads
+    outputs: StepOutputs | None  # what it writes
+    holds: Inputs | None = None  # the host's inputs that were last copied into its own
 
 
 class GraphRunner(Runner):

@@ -35,11 +35,9 @@ class DeviceState:
         self._seen: Tensor | None = None
         self._counts: Tensor | None = None
         self._bias: Tensor | None = None
-        self._biased: set[int] = set()
-        """Slots with a logit bias"""
+        self._biased: set[int] = set()  # slots with a logit bias
         self._grammar_mask: Tensor | None = None
-        self._masked: set[int] = set()
-        """Slots with a grammar mask"""
+        self._masked: set[int] = set()  # slots with a grammar mask
 
     @property
     def device(self) -> torch.device:

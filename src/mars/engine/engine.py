@@ -77,12 +77,9 @@ class Engine:
         self.max_num_seqs = max_num_seqs
         trained = checkpoint.settings.block_size if checkpoint.settings else 1
         self.block_size = max(1, trained if block_size is None else block_size)
-        self.dial = default_dial(checkpoint)
-        """Of requests that have none of their own; see `set_dial`"""
-        self.num_steps = 0
-        """In which sequences decoded"""
-        self.num_fed = 0
-        """Sum of their windows' widths"""
+        self.dial = default_dial(checkpoint)  # of requests that have none of their own; see `set_dial`
+        self.num_steps = 0  # in which sequences decoded
+        self.num_fed = 0  # sum of their windows' widths
         margin = Window.of(self.block_size, self.block_size).width
         self._async_steps = int(on_gpu) if async_steps is None else async_steps
         most = (checkpoint.context or num_pages * page_size) + margin + self._async_steps * self.block_size
@@ -105,8 +102,7 @@ class Engine:
         self._prefill_tokens = prefill_tokens
         self._in_flight: deque[InFlightStep] = deque()
         self._inputs: tuple[Batch, StepInputs] | None = None
-        self._host_seconds = math.inf
-        """What a step took lately besides waiting for the device"""
+        self._host_seconds = math.inf  # what a step took lately besides waiting for the device
 
     # --- requests
 

@@ -24,22 +24,14 @@ class PagedWindows:
 
     cache: PagedCache
     window: Window
-    page_table: Tensor
-    """(slots, pages): which pages hold a slot's tokens, in order"""
-    slots: Tensor
-    """(sequences,)"""
-    cursors: Tensor
-    """(sequences,): how many tokens stand before each window"""
-    visibility: Visibility
-    """(sequences, width) each"""
-    lengths: Tensor
-    """(sequences,): how many tokens of each window are not padding"""
-    longest: int | None = None
-    """No window ends behind this position, where that is known"""
-    chained: bool = False
-    """May a window follow another one of the same slot? Then all are stored before one attends."""
-    uses_kernel: bool = False
-    """The Triton kernel needs a GPU"""
+    page_table: Tensor  # (slots, pages): which pages hold a slot's tokens, in order
+    slots: Tensor  # (sequences,)
+    cursors: Tensor  # (sequences,): how many tokens stand before each window
+    visibility: Visibility  # (sequences, width) each
+    lengths: Tensor  # (sequences,): how many tokens of each window are not padding
+    longest: int | None = None  # no window ends behind this position, where that is known
+    chained: bool = False  # may a window follow another one of the same slot? Then all are stored before one attends.
+    uses_kernel: bool = False  # the Triton kernel needs a GPU
     calls: int = 0
     slides: bool = False
     _masks: dict[int | None, Tensor] = field(init=False, default_factory=dict)

@@ -12,10 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-PADDING_PAGE = 0
-"""What padding writes goes here; it belongs to no sequence."""
-NO_PREFIX = 0
-"""The hash of an empty prefix"""
+PADDING_PAGE = 0  # what padding writes goes here; it belongs to no sequence.
+NO_PREFIX = 0  # the hash of an empty prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +38,7 @@ class Pages:
         self._users: Counter[int] = Counter()
         self._by_hash: dict[tuple[int, tuple[int, ...]], CachedPage] = {}
         self._by_page: dict[int, CachedPage] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        """Cached pages without users, the least recently used first"""
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached pages without users, the least recently used first
         self._hashes = count(NO_PREFIX + 1)
 
     @property

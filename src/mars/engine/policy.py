@@ -13,14 +13,10 @@ from typing import Protocol
 from mars.core.sequence import Sequence
 from mars.method.windows import Window
 
-Cost = Callable[[int, Window], float]
-"""Seconds of a step of so many sequences with this window"""
-PRIOR = 0.7
-"""How often a draft is accepted if those before it were, before anything was observed"""
-PRIOR_WEIGHT = 20.0
-"""How many observations the prior counts for"""
-DECAY = 0.999
-"""What is left of an observation after another one; also after a step that observes nothing"""
+Cost = Callable[[int, Window], float]  # seconds of a step of so many sequences with this window
+PRIOR = 0.7  # how often a draft is accepted if those before it were, before anything was observed
+PRIOR_WEIGHT = 20.0  # how many observations the prior counts for
+DECAY = 0.999  # what is left of an observation after another one; also after a step that observes nothing
 
 
 class Acceptance:

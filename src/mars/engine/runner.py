@@ -19,17 +19,14 @@ from mars.method.windows import Window, WindowBatch
 from mars.models.attention import forward
 from mars.models.checkpoint import Checkpoint
 
-CONTEXT = 64
-"""Cached tokens of the sequences whose steps are timed"""
-ROUNDS = 3
-"""The fastest of so many is taken: other work on the machine only ever adds time"""
+CONTEXT = 64  # cached tokens of the sequences whose steps are timed
+ROUNDS = 3  # the fastest of so many is taken: other work on the machine only ever adds time
 
 
 class Runner:
     """The model over slots and pages; it knows nothing of requests."""
 
-    CHUNK = 64
-    """Most tokens of a window in prefill; longer chunks are cut into several windows"""
+    CHUNK = 64  # most tokens of a window in prefill; longer chunks are cut into several windows
 
     def __init__(self, checkpoint: Checkpoint, state: DeviceState, cache: PagedCache, block_size: int) -> None:
         self.checkpoint = checkpoint

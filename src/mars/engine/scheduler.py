@@ -14,8 +14,7 @@ from mars.core.sequence import Sequence
 from mars.engine.pages import NO_PREFIX, Pages
 from mars.errors import MarsError
 
-GROWTH = 8
-"""Pages that sequences get at a time where there are enough, so that the device need not be told of each"""
+GROWTH = 8  # pages that sequences get at a time where there are enough, so that the device need not be told of each
 
 
 class QueueFullError(MarsError):
@@ -26,13 +25,10 @@ class QueueFullError(MarsError):
 class Schedule:
     """What the next step does."""
 
-    prefill: list[tuple[int, int, list[int]]]
-    """Chunks: slot, start and tokens"""
-    begin: list[Sequence]
-    """Sequences whose first decoding step since their admission this is"""
+    prefill: list[tuple[int, int, list[int]]]  # chunks: slot, start and tokens
+    begin: list[Sequence]  # sequences whose first decoding step since their admission this is
     decode: list[Sequence]
-    page_updates: list[tuple[int, int, int]]
-    """New entries of the page table: slot, index, page"""
+    page_updates: list[tuple[int, int, int]]  # new entries of the page table: slot, index, page
 
 
 class Scheduler:
@@ -49,8 +45,7 @@ class Scheduler:
         """``margin``: tokens behind a text that the widest window may need; a step moves on by up to ``block_size``."""
         self.pages = pages
         self.running: list[Sequence] = []
-        self.waiting: list[Sequence] = []
-        """A heap, the most urgent first"""
+        self.waiting: list[Sequence] = []  # A heap, the most urgent first
         self._max_num_seqs = max_num_seqs
         self._prefill_tokens = prefill_tokens
         self._margin = margin
@@ -58,8 +53,7 @@ class Scheduler:
         self._max_waiting = max_waiting
         self._free_slots = list(range(max_num_seqs, 0, -1))
         self._arrivals = count()
-        self._new: set[Sequence] = set()
-        """Admitted, but not decoding yet"""
+        self._new: set[Sequence] = set()  # admitted, but not decoding yet
         self._page_updates: dict[tuple[int, int], int] = {}
 
     @property

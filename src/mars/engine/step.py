@@ -13,8 +13,7 @@ from mars.core.sequence import Sequence, StepResult
 from mars.method.acceptance import MEASURES, Decision, Dial, DialFeatures, DialTensors
 from mars.method.sampling import Features, SamplingParams, SamplingTensors
 
-PADDING_SLOT = 0
-"""Batches are filled up with this slot of the device state; nothing reads what it holds."""
+PADDING_SLOT = 0  # batches are filled up with this slot of the device state; nothing reads what it holds.
 INTEGERS = ("slot", "verifies", "groups", "masks", "measure", *SamplingTensors.INTEGERS)
 FLOATS = ("tolerance", "trust", *SamplingTensors.FLOATS)
 
@@ -23,10 +22,8 @@ FLOATS = ("tolerance", "trust", *SamplingTensors.FLOATS)
 class StepInputs:
     """What a step is told of its sequences: two matrices, so that they are sent in two copies, read by name."""
 
-    integers: Tensor
-    """(`INTEGERS`, sequences)"""
-    floats: Tensor
-    """(`FLOATS`, sequences)"""
+    integers: Tensor  # (`INTEGERS`, sequences)
+    floats: Tensor  # (`FLOATS`, sequences)
     features: Features
     dial_features: DialFeatures
 
@@ -99,14 +96,10 @@ class StepOutputs:
 
     decisions: Tensor
     """(sequences, 4 + drafts + masks): accepted, trusted, draft count and token, then `agrees`, then drafts"""
-    drafts: int
-    """Columns of `agrees`"""
-    logprobs: Tensor | None = None
-    """(sequences, verified positions, 1 + top): of the token there, and of the top ones"""
-    top_ids: Tensor | None = None
-    """(sequences, verified positions, top)"""
-    arrived: torch.cuda.Event | None = None
-    """When the tensors are on the host, if they are on their way"""
+    drafts: int  # columns of `agrees`
+    logprobs: Tensor | None = None  # (sequences, verified positions, 1 + top): of the token there, and of the top ones
+    top_ids: Tensor | None = None  # (sequences, verified positions, top)
+    arrived: torch.cuda.Event | None = None  # when the tensors are on the host, if they are on their way
 
     @classmethod
     def of(cls, decision: Decision, logprobs: tuple[Tensor, Tensor, Tensor] | None) -> StepOutputs:
@@ -157,8 +150,7 @@ def _pinned_copy(tensor: Tensor) -> Tensor:
 class PrefillInputs:
     """Chunks of texts whose keys and values are to be cached: one matrix, sent in one copy, read by name."""
 
-    matrix: Tensor
-    """(chunks, 3 + width)"""
+    matrix: Tensor  # (chunks, 3 + width)
 
     @classmethod
     def of(cls, chunks: SequenceOf[tuple[int, int, SequenceOf[int]]], width: int) -> PrefillInputs:

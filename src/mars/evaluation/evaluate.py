@@ -51,8 +51,7 @@ class EvalPlan:
     adapter: str | None
     name: str  # what a report calls the model
     tasks: Sequence[str]
-    dials: Sequence[str]
-    """The others are compared with the first; a window may follow after a space: ``exact tree``"""
+    dials: Sequence[str]  # the others are compared with the first; a window may follow after a space: ``exact tree``
     limits: Mapping[str, int | None]
     max_new_tokens: int
     block_size: int | None

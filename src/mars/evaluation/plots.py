@@ -21,8 +21,7 @@ KINDS = ("one-token", "exact", "relaxed", "threshold")
 MARKERS = "oDs^vXP<>*"
 CHECKPOINT_STYLES = (("-", "full"), ("--", "none"), ("-.", "left"), (":", "bottom"))
 """Dashes and marker fill, one pair for each checkpoint"""
-THEMES = ("light", "dark")
-"""Each has a style sheet of that name, with colours that colour-blind readers can tell apart"""
+THEMES = ("light", "dark")  # each has a style sheet of that name, with colours that colour-blind readers can tell apart
 
 
 class Point(NamedTuple):

@@ -51,8 +51,7 @@ rt_sigpending 127 136, rt_sigsuspend 130 133, rt_sigtimedwait 128 137, sigaltsta
 getpid 39 172, gettid 186 178, getppid 110 173, getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108 177,
 uname 63 160, sysinfo 99 179, getrusage 98 165, futex 202 98, set_robust_list 273 99, rseq 334 293, sched_yield 24 124,
 sched_getaffinity 204 123, getcpu 309 168, getrandom 318 278, exit 60 93, exit_group 231 94
-"""
-"""System calls and their numbers on x86_64 and aarch64"""
+"""  # system calls and their numbers on x86_64 and aarch64
 
 _IF: dict[tuple[int | None, int | None], tuple[int, int, tuple[int, ...]]] = {
     # Opening to read and yet truncating is a way round Landlock before its third version.
@@ -63,8 +62,7 @@ _IF: dict[tuple[int | None, int | None], tuple[int, int, tuple[int, ...]]] = {
     # Copies of descriptors and their flags; F_SETOWN and F_SETSIG would send signals.
     (72, 25): (1, 0xFFFFFFFF, (0, 1, 2, 3, 4, 1030)),  # fcntl
     (16, 29): (1, 0xFFFFFFFF, (0x5401, 0x5450, 0x5451)),  # ioctl: TCGETS, FIONCLEX, FIOCLEX
-}
-"""Calls that depend on an argument: their numbers; which argument, its bits that matter, their allowed values"""
+}  # calls that depend on an argument: their numbers; which argument, its bits that matter, their allowed values
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,7 @@ COLUMNS: dict[str, tuple[Callable[[float], str], tuple[str, ...]]] = {
     "TTFT ms p50/p99": (_rounded, ("ttft_ms_p50", "ttft_ms_p99")),
     "TPOT ms p50/p99": (_rounded, ("tpot_ms_p50", "tpot_ms_p99")),
     "GiB": (lambda size: f"{size / 2**30:.2f}", ("peak_memory_bytes",)),
-}
-"""Of ``mars bench``: how values are written, and which ones"""
+}  # of ``mars bench``: how values are written, and which ones
 
 
 def title(row: Row) -> str:

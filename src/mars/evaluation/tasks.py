@@ -51,8 +51,7 @@ class Exam:
 
     name: str
     items: list[Item] = field(default_factory=list)
-    _parts: list[tuple[Any, list[Any]]] = field(default_factory=list)
-    """lm-eval's tasks, each with its instances"""
+    _parts: list[tuple[Any, list[Any]]] = field(default_factory=list)  # lm-eval's tasks, each with its instances
 
     @property
     def benchmark(self) -> Benchmark:

@@ -102,8 +102,7 @@ class DialFeatures:
     """What the dials of a batch need computed; the rest is left out."""
 
     relaxes: bool = False
-    measures: frozenset[Measure] = frozenset()
-    """Confidence measures that some sequence's threshold goes by"""
+    measures: frozenset[Measure] = frozenset()  # confidence measures that some sequence's threshold goes by
 
     @classmethod
     def of(cls, dials: Sequence[Dial]) -> DialFeatures:
@@ -119,8 +118,7 @@ class DialTensors:
 
     tolerance: Tensor
     trust: Tensor
-    measure: Tensor
-    """Index into `MEASURES`"""
+    measure: Tensor  # index into `MEASURES`
     features: DialFeatures
 
     @classmethod
@@ -135,18 +133,12 @@ class DialTensors:
 class Decision:
     """What one forward decided, an entry per sequence."""
 
-    accepted: Tensor
-    """(sequences,): how many drafts are accepted"""
-    agrees: Tensor
-    """(sequences, most drafts): would the AR model have written this draft?"""
-    token: Tensor
-    """(sequences,): the AR model's own token after the accepted drafts"""
-    drafts: Tensor
-    """(sequences, masks): predictions of the masks for the positions after that"""
-    draft_count: Tensor
-    """(sequences,): how many of them are real"""
-    trusted: Tensor
-    """(sequences,): how many of them, from the left, are emitted unchecked"""
+    accepted: Tensor  # (sequences,): how many drafts are accepted
+    agrees: Tensor  # (sequences, most drafts): would the AR model have written this draft?
+    token: Tensor  # (sequences,): the AR model's own token after the accepted drafts
+    drafts: Tensor  # (sequences, masks): predictions of the masks for the positions after that
+    draft_count: Tensor  # (sequences,): how many of them are real
+    trusted: Tensor  # (sequences,): how many of them, from the left, are emitted unchecked
 
 
 def decide(
@@ -197,8 +189,7 @@ def decide(
     return Decision(accepted, agrees, token, predicted, draft_count, trusted)
 
 
-TOP_LOGPROBS = 20
-"""Most alternatives whose log-probabilities are reported for a token"""
+TOP_LOGPROBS = 20  # most alternatives whose log-probabilities are reported for a token
 
 
 def logprobs(windows: WindowBatch, logits: Tensor, decision: Decision, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,8 +22,7 @@ from torch import Tensor
 from mars.errors import MarsError
 from mars.method.tensors import send
 
-GOLDEN = 0x9E3779B97F4A7C15
-"""The step between two states of SplitMix64"""
+GOLDEN = 0x9E3779B97F4A7C15  # the step between two states of SplitMix64
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +38,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
-    min_position: int = 0
-    """No end token is sampled before this position of the text"""
+    min_position: int = 0  # no end token is sampled before this position of the text
 
     def __post_init__(self) -> None:
         _require(0 <= self.temperature < math.inf, "temperature must be 0 (greedy) or more", self.temperature)
@@ -113,8 +111,7 @@ class SamplingTensors:
     """The sampling parameters of several sequences; each tensor has one entry per sequence."""
 
     temperature: Tensor
-    top_k: Tensor
-    """The size of the vocabulary: off"""
+    top_k: Tensor  # the size of the vocabulary: off
     top_p: Tensor
     min_p: Tensor
     repetition_penalty: Tensor
@@ -122,11 +119,9 @@ class SamplingTensors:
     frequency_penalty: Tensor
     seed: Tensor
     min_position: Tensor
-    bias: Tensor
-    """(sequences or 1, vocabulary): added to logits"""
+    bias: Tensor  # (sequences or 1, vocabulary): added to logits
     features: Features
-    ends: Tensor | None = None
-    """(vocabulary,): is it an end token?"""
+    ends: Tensor | None = None  # (vocabulary,): is it an end token?
 
     FLOATS: ClassVar = (
         *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),

@@ -13,18 +13,15 @@ from torch import Tensor
 
 from mars.method.visibility import PADDING, Visibility
 
-IGNORED = -100
-"""The label of a position without a loss"""
+IGNORED = -100  # the label of a position without a loss
 
 
 class Pack(NamedTuple):
     """Rows of clean text, (rows, length) each. Several documents may follow each other in a row."""
 
     tokens: Tensor
-    documents: Tensor
-    """Number of the document within the row, `PADDING` behind the last one"""
-    assistant: Tensor
-    """Is this token the assistant's?"""
+    documents: Tensor  # number of the document within the row, `PADDING` behind the last one
+    assistant: Tensor  # is this token the assistant's?
 
 
 class Streams(NamedTuple):
@@ -32,10 +29,8 @@ class Streams(NamedTuple):
 
     tokens: Tensor
     positions: Tensor
-    labels: Tensor
-    """The next token where it counts for the loss, else `IGNORED`"""
-    visibility: Visibility
-    """``position`` and ``reach`` count in the clean stream"""
+    labels: Tensor  # the next token where it counts for the loss, else `IGNORED`
+    visibility: Visibility  # ``position`` and ``reach`` count in the clean stream
 
     @property
     def offsets(self) -> Tensor:

@@ -6,20 +6,16 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-PADDING = -1
-"""The document of a token that belongs to none"""
+PADDING = -1  # the document of a token that belongs to none
 
 
 class Visibility(NamedTuple):
     """What decides who sees whom, for queries or for keys: tensors of one shape, or such that broadcast."""
 
     document: Tensor
-    group: Tensor
-    """0 for text; the masks of one group share a number"""
-    position: Tensor
-    """Where in the text the token stands; for a mask, the token it stands in for"""
-    reach: Tensor
-    """The last position of the text that it sees"""
+    group: Tensor  # 0 for text; the masks of one group share a number
+    position: Tensor  # where in the text the token stands; for a mask, the token it stands in for
+    reach: Tensor  # the last position of the text that it sees
 
     def at(self, row: Tensor, column: Tensor) -> Visibility:
         return Visibility(*(each[row, column] for each in self))

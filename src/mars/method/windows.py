@@ -24,8 +24,7 @@ from torch import Tensor
 from mars.errors import MarsError
 from mars.method.visibility import PADDING, Visibility, visibility_table
 
-NO_GROUP = -1
-"""Stands for the start of a mask group that does not exist"""
+NO_GROUP = -1  # stands for the start of a mask group that does not exist
 
 
 def parse_window(text: str, block_size: int) -> int:
@@ -73,22 +72,14 @@ class Window:
 class WindowBatch:
     """The windows of several sequences as tensors."""
 
-    tokens: Tensor
-    """(sequences, width)"""
-    visibility: Visibility
-    """(sequences, width) each; ``position`` and ``reach`` count from the last token"""
-    drafts: Tensor
-    """(sequences, most drafts)"""
-    draft_count: Tensor
-    """(sequences,)"""
-    groups: Tensor
-    """(sequences, most drafts + 1): where the group behind so many accepted drafts starts, or `NO_GROUP`"""
-    mask_count: Tensor
-    """(sequences,): masks in each group of the sequence"""
-    masks: int
-    """Masks in the largest group"""
-    starts: Tensor
-    """(sequences,): the row of each window's first token among the logits of all windows"""
+    tokens: Tensor  # (sequences, width)
+    visibility: Visibility  # (sequences, width) each; ``position`` and ``reach`` count from the last token
+    drafts: Tensor  # (sequences, most drafts)
+    draft_count: Tensor  # (sequences,)
+    groups: Tensor  # (sequences, most drafts + 1): where the group behind so many accepted drafts starts, or `NO_GROUP`
+    mask_count: Tensor  # (sequences,): masks in each group of the sequence
+    masks: int  # masks in the largest group
+    starts: Tensor  # (sequences,): the row of each window's first token among the logits of all windows
 
     def verified_logits(self, logits: Tensor) -> Tensor:
         """Of logits (tokens, vocabulary), those that verify the drafts and yield the token after them."""

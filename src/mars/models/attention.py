@@ -24,10 +24,8 @@ NAME = "mars_windows"
 class WindowAttention(Protocol):
     """Where the windows of one forward are in a cache, and how they attend to it and to themselves."""
 
-    calls: int
-    """How many layers have attended"""
-    slides: bool
-    """Did one of them have a sliding window?"""
+    calls: int  # how many layers have attended
+    slides: bool  # did one of them have a sliding window?
 
     def attend(
         self,

@@ -30,8 +30,7 @@ class _Block:
         self.tokens = sequence.tokens
         self.cached = len(self.tokens) - 1
         self.start = len(self.tokens)
-        self.trusted = 0
-        """Tokens at the end of the text that masks predicted and nothing has verified"""
+        self.trusted = 0  # tokens at the end of the text that masks predicted and nothing has verified
 
     def is_filled(self, size: int) -> bool:
         return self.sequence.is_finished or len(self.tokens) - self.start >= size

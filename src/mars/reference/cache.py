@@ -14,8 +14,7 @@ from mars.method.windows import Window, WindowBatch, build_windows, visible_in_c
 from mars.models.attention import dense_attention, fold_mask, forward
 from mars.models.checkpoint import Checkpoint
 
-PREFILL_CHUNK = 512
-"""Tokens of a text per forward, so that a long one does not need a huge table of who sees whom"""
+PREFILL_CHUNK = 512  # tokens of a text per forward, so that a long one does not need a huge table of who sees whom
 
 
 class Cache:
@@ -50,10 +49,8 @@ class CachedWindows:
 
     cache: Cache
     windows: WindowBatch
-    rows: Tensor
-    """(sequences,): whose windows these are"""
-    cursors: Tensor
-    """(sequences,): how much of each sequence's cache is valid"""
+    rows: Tensor  # (sequences,): whose windows these are
+    cursors: Tensor  # (sequences,): how much of each sequence's cache is valid
     calls: int = 0
     slides: bool = False
     _masks: dict[int | None, Tensor] = field(init=False, default_factory=dict)

@@ -63,8 +63,7 @@ class Text:
     def __init__(self, checkpoint: Checkpoint, capacity: int) -> None:
         self.checkpoint = checkpoint
         self.cache = Cache(1, capacity)
-        self.cursor = 0
-        """How many tokens are cached; the caller moves it over the drafts that it accepts"""
+        self.cursor = 0  # how many tokens are cached; the caller moves it over the drafts that it accepts
 
     def feed(self, tokens: list[int], drafts: SequenceOf[int] = (), *, groups: int = 1, masks: int = 0) -> Tensor:
         """Cache the text, and feed a window behind it; returns the window's logits (width, vocabulary)."""

@@ -34,8 +34,7 @@ from mars.serving.messages import (
 )
 
 log = logging.getLogger("mars.serving")
-RESTART_SECONDS = 1.0
-"""Before the engine's process is started again"""
+RESTART_SECONDS = 1.0  # before the engine's process is started again
 STOP_SECONDS = 5.0
 
 
@@ -55,8 +54,7 @@ class RequestStream:
         self.end_tokens = frozenset() if request.ignore_end else model.end_tokens
         self.output = RequestOutput(dial=str(request.follow(request.dial or dial)))
         self.processor = OutputProcessor(self.output, model.tokenizer, self.end_tokens, request.stop)
-        self.has_begun = False
-        """Has it a first token?"""
+        self.has_begun = False  # has it a first token?
         self._received: list[RequestOutput] = []
         self._error: MarsError | None = None
         self._changed = asyncio.Event()
@@ -103,11 +101,9 @@ class EngineClient:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._is_stopping = False
         self._changed = asyncio.Event()
-        self.model: EngineReady | None = None
-        """Once it is loaded"""
+        self.model: EngineReady | None = None  # once it is loaded
         self.is_ready = False
-        self.failure: str | None = None
-        """Why the engine is not there"""
+        self.failure: str | None = None  # why the engine is not there
         self.load = EngineLoad()
         self.restarts = 0
         self._dial: Dial | None = None

@@ -30,8 +30,7 @@ from mars.serving.messages import (
     WarmingUp,
 )
 
-IDLE_SECONDS = 0.5
-"""Between two checks of the cache's integrity while there is nothing to do"""
+IDLE_SECONDS = 0.5  # between two checks of the cache's integrity while there is nothing to do
 UPDATE_SECONDS = 0.04
 """Between two messages to the server: 25 updates per second; short messages cost as much as long ones"""
 
@@ -41,17 +40,14 @@ class EngineOptions:
     """How the engine's process makes its engine."""
 
     model: str
-    name: str | None = None
-    """What it is called; None: as it calls itself"""
+    name: str | None = None  # what it is called; None: as it calls itself
     adapter: str | None = None
     dtype: str | None = None
     device: str | None = None
     max_num_seqs: int = 64
     memory: int | float | None = None
-    max_waiting: int | None = None
-    """More than so many besides those that run are refused by the server"""
-    warm_up: Literal["all", "greedy"] = "all"
-    """What a GPU is made ready for before the first request comes"""
+    max_waiting: int | None = None  # more than so many besides those that run are refused by the server
+    warm_up: Literal["all", "greedy"] = "all"  # what a GPU is made ready for before the first request comes
     dials: tuple[Dial, ...] = (Dial("relaxed", 0.5), Dial("threshold", 0.9))
     """And for which dials besides exact: one of each kind, since they will be turned"""
 
@@ -78,12 +74,9 @@ class EngineProcess:
         dials = options.dials if checkpoint.settings else ()
         for done, total in self._engine.warm_up(dials=dials, sampled=options.warm_up == "all"):
             self._send(WarmingUp(done, total))
-        self._sequences: dict[int, Sequence] = {}
-        """In progress, by request"""
-        self._sent: dict[int, int] = {}
-        """Forwards that the server has been told of, by request"""
-        self._changed: set[int] = set()
-        """Requests with tokens that the server has not been told of"""
+        self._sequences: dict[int, Sequence] = {}  # in progress, by request
+        self._sent: dict[int, int] = {}  # forwards that the server has been told of, by request
+        self._changed: set[int] = set()  # requests with tokens that the server has not been told of
         self._next_update = 0.0
         self._load = EngineLoad()
         longest = self._engine.scheduler.max_length

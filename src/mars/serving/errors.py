@@ -41,8 +41,7 @@ POSSIBLE: dict[int | str, dict[str, Any]] = {
         429: "The queue is full: try again after Retry-After",
         503: "The engine is being started: try again after Retry-After",
     }.items()
-}
-"""For the OpenAPI document"""
+}  # for the OpenAPI document
 
 
 class ApiError(Exception):

@@ -17,29 +17,20 @@ from mars.method.acceptance import Dial
 from mars.serving.engine_client import EngineClient
 from mars.serving.messages import EngineOutputs, FromEngine
 
-TICK = 0.1
-"""Seconds between two looks at the load"""
-PATIENCE = 2.0
-"""Seconds that it must be too slow before the dial is turned"""
-TRIAL = 3.0
-"""Seconds that a dial is tried for, at least"""
-ENOUGH = 1000
-"""Tokens that tell as much as those times: where many are written, nobody need wait"""
+TICK = 0.1  # seconds between two looks at the load
+PATIENCE = 2.0  # seconds that it must be too slow before the dial is turned
+TRIAL = 3.0  # seconds that a dial is tried for, at least
+ENOUGH = 1000  # tokens that tell as much as those times: where many are written, nobody need wait
 CALM_SECONDS = 5.0
 """Seconds that a stricter dial must have been fast enough before it is taken again; twice as many whenever that turns
 out to have been too soon, by a move the other way within `REGRET_SECONDS`"""
 REGRET_SECONDS = 60.0
 MOST_CALM_SECONDS = 600.0
-CALM = 0.8
-"""Of the target: what counts as fast enough for that"""
-GAIN = 0.9
-"""What a dial must be to be called faster: this much of the other's time"""
-MEMORY_SECONDS = 300.0
-"""What was seen of a dial longer ago does not count: other texts are other speeds"""
-LOOKS = 8
-"""That it takes to judge a dial: one is noisy"""
-WEIGHT = 0.02
-"""Of the newest look in an average, once there are many"""
+CALM = 0.8  # of the target: what counts as fast enough for that
+GAIN = 0.9  # what a dial must be to be called faster: this much of the other's time
+MEMORY_SECONDS = 300.0  # what was seen of a dial longer ago does not count: other texts are other speeds
+LOOKS = 8  # that it takes to judge a dial: one is noisy
+WEIGHT = 0.02  # of the newest look in an average, once there are many
 
 
 @dataclass(slots=True)
@@ -61,8 +52,7 @@ class Target:
     """What the operator wants of a request, in seconds."""
 
     per_token: float = 0.05
-    wait: float = 1.0
-    """Until its first token"""
+    wait: float = 1.0  # until its first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +60,14 @@ class Load:
     """What was seen since the last look."""
 
     running: int
-    per_token: float | None
-    """Seconds that a token took, over all requests; None: nothing was written"""
+    per_token: float | None  # seconds that a token took, over all requests; None: nothing was written
     tokens: int = 0
-    wait: float = 0.0
-    """Seconds that the request without a first token has waited which came first"""
+    wait: float = 0.0  # seconds that the request without a first token has waited which came first
 
 
 @dataclass(slots=True)
 class Governor:
-    ladder: Sequence[Dial]
-    """From the strictest to the loosest"""
+    ladder: Sequence[Dial]  # from the strictest to the loosest
     target: Target = field(default_factory=Target)
     rung: int = 0
     _strict: dict[int, Average] = field(default_factory=lambda: defaultdict(Average))
@@ -90,15 +77,12 @@ class Governor:
     _in_vain: dict[int, float] = field(default_factory=dict)
     """Rung: when it was found to be no faster than a stricter one"""
     _moved: float = float("-inf")
-    _written: int = 0
-    """Tokens since then"""
+    _written: int = 0  # tokens since then
     _late_since: float | None = None
-    _late_tokens: int = 0
-    """Tokens since then"""
+    _late_tokens: int = 0  # tokens since then
     _calm_since: float | None = None
     _calm_seconds: float = CALM_SECONDS
-    _returned: float = float("-inf")
-    """When it last took a stricter dial again"""
+    _returned: float = float("-inf")  # when it last took a stricter dial again
 
     @property
     def dial(self) -> Dial:
@@ -199,8 +183,7 @@ class Meter:
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
-        self._last: dict[int, float] = {}
-        """When a request last emitted tokens"""
+        self._last: dict[int, float] = {}  # when a request last emitted tokens
         self._spent, self._written = 0.0, 0
         client.listeners.append(self._receive)
 

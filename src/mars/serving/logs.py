@@ -15,8 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 log = logging.getLogger("mars.serving")
 ID_HEADER = b"x-request-id"
 USABLE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-QUIET = ("/health", "/metrics")
-"""Asked for so often that only failures are worth a line"""
+QUIET = ("/health", "/metrics")  # asked for so often that only failures are worth a line
 
 
 class JsonLines(logging.Formatter):

@@ -50,8 +50,7 @@ class EngineReady:
     name: str
     tokenizer: PreTrainedTokenizerBase
     end_tokens: frozenset[int]
-    context: int
-    """Tokens of a prompt and its answer together: what the model holds, and the engine's cache"""
+    context: int  # tokens of a prompt and its answer together: what the model holds, and the engine's cache
     vocabulary: int
     settings: Settings | None
 
@@ -70,8 +69,7 @@ class RequestRefused:
 class EngineLoad:
     running: int = 0
     waiting: int = 0
-    cache_usage: float = 0.0
-    """Share of the pages in use"""
+    cache_usage: float = 0.0  # share of the pages in use
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,7 @@ class Strict(BaseModel):
 
 class StreamOptions(Strict):
     include_usage: bool = False
-    include_forwards: bool = False
-    """Ours: how many tokens and characters each forward wrote"""
+    include_forwards: bool = False  # ours: how many tokens and characters each forward wrote
 
 
 class BaseCompletionRequest(Strict):
@@ -40,16 +39,14 @@ class BaseCompletionRequest(Strict):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     logit_bias: dict[int, TokenBias] | None = None
-    user: str | None = None
-    """Of no effect; OpenAI's clients may send it"""
+    user: str | None = None  # of no effect; OpenAI's clients may send it
 
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
     min_tokens: Annotated[int, Field(ge=0)] = 0
     ignore_eos: bool = False
-    dial: str | None = None
-    """For this request alone; by default the server's, also when that is turned"""
+    dial: str | None = None  # for this request alone; by default the server's, also when that is turned
 
     @model_validator(mode="before")
     @classmethod
@@ -130,8 +127,7 @@ class Message(Strict):
     refusal: None = None
     annotations: None = None
     audio: None = None
-    function_call: None = None
-    """These four are part of a message that a client got and sends back"""
+    function_call: None = None  # these four are part of a message that a client got and sends back
 
     @model_validator(mode="after")
     def _complete(self) -> Message:
@@ -156,8 +152,7 @@ class JsonSchema(Strict):
     name: str
     description: str | None = None
     definition: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool | None = None
-    """Of no effect: answers follow the schema in any case"""
+    strict: bool | None = None  # of no effect: answers follow the schema in any case
 
 
 class TextFormat(Strict):
@@ -291,8 +286,7 @@ AUTO = "auto"
 
 
 class DialRequest(Strict):
-    dial: str
-    """Or `AUTO`, for the governor"""
+    dial: str  # or `AUTO`, for the governor
 
     @field_validator("dial")
     @classmethod

@@ -16,8 +16,7 @@ from mars.core.output import Logprob, RequestOutput
 from mars.serving.engine_client import RequestStream
 from mars.serving.tools import Call, CallReader, Toolbox
 
-LEAST = -9999.0
-"""Stands for minus infinity, which JSON does not have"""
+LEAST = -9999.0  # stands for minus infinity, which JSON does not have
 KINDS = {"chat.completion": "chatcmpl", "text_completion": "cmpl"}
 
 
@@ -43,16 +42,13 @@ def figures(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 class Reply:
     """What all parts of one response share."""
 
-    kind: str
-    """``chat.completion`` or ``text_completion``"""
+    kind: str  # ``chat.completion`` or ``text_completion``
     model: str
     tokenizer: PreTrainedTokenizerBase
-    tools: Toolbox | None = None
-    """What may be called"""
+    tools: Toolbox | None = None  # what may be called
     id: str = field(init=False)
     created: int = field(init=False)
-    _readers: dict[int, CallReader] = field(default_factory=dict)
-    """Of each choice, where there are tools"""
+    _readers: dict[int, CallReader] = field(default_factory=dict)  # of each choice, where there are tools
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "id", f"{KINDS[self.kind]}-{uuid4().hex}")

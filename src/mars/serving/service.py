@@ -29,8 +29,7 @@ from mars.serving.tools import Toolbox
 
 log = logging.getLogger("mars.serving")
 T = TypeVar("T")
-TOKENIZER_THREADS = 2
-"""That turn messages into tokens: with many, the event loop would have to wait for all of them"""
+TOKENIZER_THREADS = 2  # that turn messages into tokens: with many, the event loop would have to wait for all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +37,11 @@ class Rules:
     """What the operator allows."""
 
     api_key: str | None = None
-    admin_key: str | None = None
-    """For turning the server's dial; without one, whoever may ask may turn it"""
-    floor: Dial | None = None
-    """The loosest dial; None: any"""
+    admin_key: str | None = None  # for turning the server's dial; without one, whoever may ask may turn it
+    floor: Dial | None = None  # the loosest dial; None: any
     max_body: int = 4 * 2**20
-    max_new_tokens: int | None = None
-    """Of one answer; longer ones are refused"""
-    log_prompts: bool = False
-    """And answers"""
+    max_new_tokens: int | None = None  # of one answer; longer ones are refused
+    log_prompts: bool = False  # and answers
 
     def allows(self, dial: Dial) -> bool:
         """Is this dial as strict as the floor? Dials of different kinds cannot be compared, so only its own is."""

@@ -35,8 +35,7 @@ Schema = Mapping[str, Any]
 class Style:
     """How a chat template has calls written."""
 
-    is_told: bool = True
-    """Does the template know of functions?"""
+    is_told: bool = True  # does the template know of functions?
     is_tagged: bool = True
     arguments: Literal["arguments", "parameters"] = "arguments"
 
@@ -58,8 +57,7 @@ class Style:
 @dataclass(frozen=True, slots=True)
 class Call:
     name: str
-    arguments: str
-    """JSON"""
+    arguments: str  # JSON
     id: str = field(default_factory=lambda: f"call_{uuid4().hex[:24]}")
 
     def as_dict(self) -> dict[str, Any]:
@@ -71,12 +69,9 @@ class Toolbox:
     """The functions of a request, and which of them it must call."""
 
     style: Style
-    functions: Sequence[Schema]
-    """Name, description, parameters"""
-    forced: frozenset[str] = frozenset()
-    """One of these is called, and nothing else is written"""
-    parallel: bool = True
-    """May there be several calls?"""
+    functions: Sequence[Schema]  # name, description, parameters
+    forced: frozenset[str] = frozenset()  # one of these is called, and nothing else is written
+    parallel: bool = True  # may there be several calls?
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Schema], name: str) -> list[int]:
         """The chat with its functions, up to where the answer begins; a forced call is begun already."""

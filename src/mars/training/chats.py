@@ -32,8 +32,7 @@ class _Answer:
 
     start: int
     end: int
-    limit: int
-    """Up to here the text is as if the chat ended with this answer: it has an end token, but no next header"""
+    limit: int  # up to here the text is as if the chat ended with this answer: it has an end token, but no next header
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, ended: bool = True) -> Document:

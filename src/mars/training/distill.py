@@ -81,8 +81,7 @@ class _Run:
     checkpoint: Checkpoint
     plan: Distillation
     generator: TextGenerator
-    counts: Counter[str] = field(default_factory=Counter)
-    """How many prompts and answers were kept and left out"""
+    counts: Counter[str] = field(default_factory=Counter)  # how many prompts and answers were kept and left out
 
     def given(self, sources: Sequence[str]) -> Iterator[Chat]:
         def on_bad_row(message: str) -> None:

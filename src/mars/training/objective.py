@@ -21,8 +21,7 @@ from mars.training.recipe import Loss
 
 CHUNK = 2048  # positions whose logits exist at once: the logits of a whole batch would not fit
 Batch = dict[str, Any]
-Teacher = tuple["Head", Tensor, Tensor]
-"""An output layer, hidden states, and the indices of those to compare with"""
+Teacher = tuple["Head", Tensor, Tensor]  # an output layer, hidden states, and the indices of those to compare with
 
 
 def batch_tensors(streams: Streams, length: int, decay: float = 1.0) -> Batch:
@@ -85,8 +84,7 @@ class Objective:
     base: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None  # a context with the base model
     flex: bool = False
     compiled: bool = False
-    windows: tuple[int | None, ...] = (None,)
-    """Sliding windows among the model's layers; None: a layer without one"""
+    windows: tuple[int | None, ...] = (None,)  # sliding windows among the model's layers; None: a layer without one
     _answer: Callable[..., Tensor] = field(init=False)
 
     @contextmanager

@@ -17,8 +17,7 @@ from mars.training import recipe
 from mars.training.chats import Document
 from mars.training.objective import Batch, batch_tensors
 
-FIXED_STEP = 32
-"""The number of groups in a fixed layout is rounded up to a multiple of this, so that few shapes occur"""
+FIXED_STEP = 32  # the number of groups in a fixed layout is rounded up to a multiple of this, so that few shapes occur
 
 
 def pack(documents: Sequence[Document], length: int, pad_token: int, *, together: bool = True) -> Pack:

@@ -19,14 +19,11 @@ class Section(BaseModel):
 
 
 class Data(Section):
-    train: list[str] = Field(min_length=1)
-    """Files, folders or hub names; see `mars.training.rows`"""
+    train: list[str] = Field(min_length=1)  # files, folders or hub names; see `mars.training.rows`
     held_out: Annotated[int, Field(ge=0)] | list[str] = 64
     """For evaluation: the number of chats that are not trained on, or sources of their own"""
-    length: int = Field(default=1024, ge=8)
-    """Tokens of a row"""
-    packing: bool = True
-    """Several chats in a row; else one, padded"""
+    length: int = Field(default=1024, ge=8)  # tokens of a row
+    packing: bool = True  # several chats in a row; else one, padded
     bad_rows: Literal["skip", "stop"] = "skip"
     long_rows: Literal["drop", "cut"] = "drop"
 
@@ -38,8 +35,7 @@ class Streams(Section):
     """Tokens that one forward predicts; of a list, one is drawn for every step"""
     anchors: Literal["random", "fixed"] = "random"
     """``fixed`` is the paper's layout: the answers are divided into blocks of ``block_size`` masks"""
-    masked: float = Field(default=0.5, gt=0)
-    """Masks per clean token, with random anchors"""
+    masked: float = Field(default=0.5, gt=0)  # masks per clean token, with random anchors
 
     @property
     def block_sizes(self) -> list[int]:
@@ -49,24 +45,20 @@ class Streams(Section):
 class Loss(Section):
     """How much each part of the loss counts."""
 
-    clean: float = Field(default=1.0, ge=0)
-    """Cross-entropy of the clean stream"""
-    labels: float = Field(default=0.2, ge=0)
-    """Cross-entropy of the masks with the text's own tokens"""
+    clean: float = Field(default=1.0, ge=0)  # cross-entropy of the clean stream
+    labels: float = Field(default=0.2, ge=0)  # cross-entropy of the masks with the text's own tokens
     distill: float = Field(default=0.8, ge=0)
     """KL of the masks to the clean stream's predictions for the same tokens, in the same forward"""
     base: float = Field(default=0.0, ge=0)
     """KL of the clean stream to the base model, which keeps the one-token mode as it was"""
-    decay: float = Field(default=1.0, gt=0, le=1)
-    """Weight of each mask of a group, relative to the mask before it"""
+    decay: float = Field(default=1.0, gt=0, le=1)  # weight of each mask of a group, relative to the mask before it
 
 
 class Stage(Section):
     stage: Literal["ar", "mars"]
     streams: Streams = Streams()
     loss: Loss = Loss()
-    trainer: dict[str, Any] = {}
-    """Options of transformers' TrainingArguments, on top of the recipe's"""
+    trainer: dict[str, Any] = {}  # options of transformers' TrainingArguments, on top of the recipe's
 
 
 class Recipe(Section):
@@ -74,19 +66,15 @@ class Recipe(Section):
     output: Path
     data: Data
     stages: list[Stage] = Field(min_length=1)
-    lora: dict[str, Any] | None = None
-    """Options of peft's LoraConfig; without it all weights are trained"""
+    lora: dict[str, Any] | None = None  # options of peft's LoraConfig; without it all weights are trained
     adapter: Path | None = None
     """The folder of an adapter to start from, made with the same ``lora`` options on the same model"""
     dial: Annotated[str, AfterValidator(lambda text: str(Dial.parse(text)))] = "exact"
     """The dial that the finished checkpoint decodes with"""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Of the finished checkpoint's weights"""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of the finished checkpoint's weights
     seed: int = Field(default=0, ge=0, lt=2**31)
-    compile: bool = False
-    """Compile the layers (worth it on a GPU for runs of more than a minute)"""
-    trainer: dict[str, Any] = {}
-    """Options of transformers' TrainingArguments for every stage"""
+    compile: bool = False  # compile the layers (worth it on a GPU for runs of more than a minute)
+    trainer: dict[str, Any] = {}  # options of transformers' TrainingArguments for every stage
 
     @model_validator(mode="after")
     def _adapter_needs_lora(self) -> Self:

@@ -18,8 +18,7 @@ from mars.errors import MarsError
 
 Chat = list[dict[str, str]]
 Convert = Callable[[Mapping[str, Any]], Chat]
-Found = tuple[str, Any]
-"""Where a row is, and the row itself: a value, or a line of JSON that is not parsed yet"""
+Found = tuple[str, Any]  # where a row is, and the row itself: a value, or a line of JSON that is not parsed yet
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".ndjson.gz", ".parquet")
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
@@ -33,8 +32,7 @@ class Row:
     where: str
     """``data.jsonl:17``, lines counted from 1; ``data.parquet[17]`` or ``owner/name[17]``, rows counted from 0"""
     messages: Chat
-    ended: bool = True
-    """False (``"ended": false`` in the row): the last answer was cut off, so its end is not learned"""
+    ended: bool = True  # false (``"ended": false`` in the row): the last answer was cut off, so its end is not learned
     category: str | None = None  # as in Spec-Bench
 
 

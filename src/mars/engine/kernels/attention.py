@@ -20,19 +20,14 @@ from torch import Tensor
 
 from mars.method.windows import Window
 
-BLOCK_M = 64
-"""Most queries of a program"""
-BLOCK_N = 64
-"""Cached keys read at a time"""
-PROGRAMS = 264
-"""Enough to keep a large GPU busy: prefixes are divided until there are about this many"""
+BLOCK_M = 64  # most queries of a program
+BLOCK_N = 64  # cached keys read at a time
+PROGRAMS = 264  # enough to keep a large GPU busy: prefixes are divided until there are about this many
 MOST_SPLITS = 16
-COMBINED = 4096
-"""Numbers that a program combines"""
+COMBINED = 4096  # numbers that a program combines
 
 
-LOG2E = tl.constexpr(1.4426950408889634)
-"""Softmax is computed with powers of two"""
+LOG2E = tl.constexpr(1.4426950408889634)  # Softmax is computed with powers of two
 
 
 @triton.jit

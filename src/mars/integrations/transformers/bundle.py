@@ -15,8 +15,7 @@ from mars import errors
 from mars.integrations.transformers import custom_generate
 from mars.method import acceptance, sampling, tensors, visibility, windows
 
-FILE = Path("custom_generate", "generate.py")
-"""Where ``model.generate(custom_generate=folder)`` looks for it"""
+FILE = Path("custom_generate", "generate.py")  # where ``model.generate(custom_generate=folder)`` looks for it
 MODULES = (errors, tensors, visibility, windows, sampling, acceptance)
 
 

@@ -42,8 +42,7 @@ EXACT = KINDS.index("exact")
 ADJUSTED = (
     *("presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens"),
     *("thinking_token_budget", "logprob_token_ids", "repetition_detection"),
-)
-"""Parameters with which a greedy request does not simply take the argmax; not every version has all of them"""
+)  # parameters with which a greedy request does not simply take the argmax; not every version has all of them
 
 
 class RequestTable:
@@ -52,8 +51,7 @@ class RequestTable:
     def __init__(self, slots: int, device: torch.device, dial: Dial) -> None:
         self.argmax = np.zeros(slots, dtype=bool)
         """Requests whose next token is the argmax of the model's own logits, and nothing else is asked for"""
-        self.seeded = np.zeros(slots, dtype=bool)
-        """Requests that sample with a seed of their own"""
+        self.seeded = np.zeros(slots, dtype=bool)  # requests that sample with a seed of their own
         self.kinds = np.zeros(slots, dtype=np.int32)
         self.sampling = [SamplingParams(seed=0)] * slots
         self._own: list[Dial | None] = [None] * slots
@@ -111,8 +109,7 @@ class Speculator(Drafter):
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self.mask_token, self.width = self.options.mask, 2 * self.options.masks
-        self.masks = self.options.masks
-        """Masks per window of the next step: the scheduler decides"""
+        self.masks = self.options.masks  # masks per window of the next step: the scheduler decides
         slots = vllm_config.scheduler_config.max_num_seqs
         self.requests = RequestTable(slots, device, Dial.parse(self.options.dial))
         self.model = torch.nn.Module()  # there is no draft model; vLLM looks through it for experts

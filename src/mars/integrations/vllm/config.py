@@ -24,10 +24,8 @@ OLDEST, NEWEST = (0, 24), (0, 32)
 PROPOSER = "mars.integrations.vllm.synchronous.Proposer"
 EXTENSION = "mars.integrations.vllm.worker.Extension"
 SCHEDULERS = "mars.integrations.vllm.scheduler"
-RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-"""vLLM's own switch: 0 selects the first model runner, hence the synchronous path"""
-FREE_TOKENS = 322
-"""Tokens of a step that takes about as long as loading the weights, on a large GPU"""
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # vLLM's own switch: 0 selects the first model runner, hence the synchronous path
+FREE_TOKENS = 322  # tokens of a step that takes about as long as loading the weights, on a large GPU
 FREE_OPERATIONS = 2.4e12
 """Operations of a step that takes no longer than the host needs to prepare one: small models may feed more tokens"""
 MOST_SEQUENCES = 256

@@ -10,8 +10,7 @@ from mars.errors import MarsError
 from mars.method.acceptance import Dial
 from mars.method.sampling import SamplingParams
 
-METHOD = "mars"
-"""The method's name in ``--speculative-config``, and the key of its options in ``additional_config``"""
+METHOD = "mars"  # the method's name in ``--speculative-config``, and the key of its options in ``additional_config``
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +20,7 @@ class Options:
     mask: int
     masks: int
     dial: str
-    windows: dict[int, int]
-    """Masks per window from so many running sequences on"""
+    windows: dict[int, int]  # masks per window from so many running sequences on
 
     @classmethod
     def read(cls, vllm_config: Any) -> Options:

@@ -39,8 +39,7 @@ class MarsScheduler(UnpaddedScheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
 
-PATIENCE = 8
-"""Steps for which the load must have allowed longer windows before they are fed"""
+PATIENCE = 8  # steps for which the load must have allowed longer windows before they are fed
 
 
 class AsyncMarsScheduler(UnpaddedScheduler, AsyncScheduler):
@@ -49,10 +48,8 @@ class AsyncMarsScheduler(UnpaddedScheduler, AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.dial = Dial.parse(self.options.dial)
-        self._own: dict[str, Dial] = {}
-        """Dials of requests that have one"""
-        self._drafts: dict[str, int] = {}
-        """Drafts in each request's next window"""
+        self._own: dict[str, Dial] = {}  # dials of requests that have one
+        self._drafts: dict[str, int] = {}  # drafts in each request's next window
         self._next = self.options.masks
         self._masks, self._calm = self.options.masks, 0
         """Masks per window, and for how many steps the load has allowed more"""

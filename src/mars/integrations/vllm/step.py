@@ -34,10 +34,8 @@ class Drafter:
 
     def __init__(self, vllm_config: Any, device: torch.device | str) -> None:
         self.options = Options.read(vllm_config)
-        self.counted = torch.zeros(len(COUNTED), dtype=torch.int64, device=device)
-        """Counts of steps with windows"""
-        self.single = 0
-        """Forwards of sequences without windows, each of which emits one token"""
+        self.counted = torch.zeros(len(COUNTED), dtype=torch.int64, device=device)  # counts of steps with windows
+        self.single = 0  # forwards of sequences without windows, each of which emits one token
 
     @property
     def counts(self) -> dict[str, int]:
@@ -54,23 +52,16 @@ class Drafter:
 class StepInputs:
     """What the sequences of a step were fed."""
 
-    tokens: Tensor
-    """(tokens,): the windows of all sequences, one after the other; each begins with the last token"""
-    starts: Tensor
-    """(sequences + 1,): where each window begins, and the end"""
-    slots: Tensor
-    """(sequences,): where each sequence's dial is in ``kinds``"""
-    kinds: Tensor | None
-    """(slots,): index of the dial's kind in `KINDS`; None: all dials of the step are exact"""
+    tokens: Tensor  # (tokens,): the windows of all sequences, one after the other; each begins with the last token
+    starts: Tensor  # (sequences + 1,): where each window begins, and the end
+    slots: Tensor  # (sequences,): where each sequence's dial is in ``kinds``
+    kinds: Tensor | None  # (slots,): index of the dial's kind in `KINDS`; None: all dials of the step are exact
     prefilling: Tensor | None
     """(sequences,): is the prompt not prefilled to its end, so that nothing is emitted? None: no sequence's"""
-    counts: Tensor
-    """`COUNTED` so far, to which this step's are added"""
+    counts: Tensor  # `COUNTED` so far, to which this step's are added
     mask_token: int
-    masks: int
-    """Masks per window of the next step"""
-    width: int
-    """Tokens behind the last one in a full window"""
+    masks: int  # masks per window of the next step
+    width: int  # tokens behind the last one in a full window
 
     def part(self, chosen: slice) -> StepInputs:
         """Some of the sequences; their windows stay where they are among the tokens."""
@@ -82,14 +73,10 @@ class StepInputs:
 class StepOutputs(NamedTuple):
     """What came of a step, and what the next one is fed; an entry per sequence."""
 
-    sampled: Tensor
-    """(sequences, width + 1): the tokens that are emitted, then -1"""
-    emitted: Tensor
-    """(sequences,): how many these are"""
-    rejected: Tensor
-    """(sequences,): how many of the tokens that were fed are not part of the text"""
-    windows: Tensor
-    """(sequences, width): what is fed behind the newest token: drafts, then masks"""
+    sampled: Tensor  # (sequences, width + 1): the tokens that are emitted, then -1
+    emitted: Tensor  # (sequences,): how many these are
+    rejected: Tensor  # (sequences,): how many of the tokens that were fed are not part of the text
+    windows: Tensor  # (sequences, width): what is fed behind the newest token: drafts, then masks
 
 
 class GreedyChoices(NamedTuple):

@@ -26,8 +26,7 @@ def read_windows(tokens: Tensor, starts: Tensor, *, mask_token: int, width: int,
     inside = column <= lengths[:, None]
     window = tokens[(first[:, None] + column).clamp(max=len(tokens) - 1)].long()
     window = torch.where(inside, window, mask_token)
-    before = leading(window[:, 1:] != mask_token)
-    """Tokens between the last token and the first mask"""
+    before = leading(window[:, 1:] != mask_token)  # tokens between the last token and the first mask
 
     drafts, verified = window[:, 1 : width // 2 + 1], column[: width // 2 + 1]
     padded = (window < 0).any(1)
