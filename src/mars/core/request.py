@@ -1,7 +1,5 @@
 """A request: what to continue and how, and the checks that it can be served."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Keys and values in pages: one store per layer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 from typing import Any

@@ -4,8 +4,6 @@ The model is changed for as long as `Compiled.applied` lasts. Steps are captured
 nothing here needs to be fast.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ A graph has a fixed number of sequences; what a batch does not need of it is pad
 needed, or ahead of time by `GraphRunner.warm_up`.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ and writes back what it decided, so that the next step can begin before the host
 is padding: batches are filled up with it, and nothing reads what it holds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as SequenceOf
 
 import torch

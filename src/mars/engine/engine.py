@@ -1,7 +1,5 @@
 """The engine: requests in, tokens out, many at a time. A step is schedule, run, process output."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Attention of a step's windows over the paged cache."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

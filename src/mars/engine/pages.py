@@ -5,8 +5,6 @@ tokens and everything before them, so that another text with the same prefix can
 cached page without users stays until its memory is needed, the least recently used going first.
 """
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

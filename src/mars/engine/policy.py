@@ -4,8 +4,6 @@ What a step costs is measured once. What it yields is worked out from how often 
 offset: a wide window pays for few sequences, a narrow one for many.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol

@@ -1,7 +1,5 @@
 """The loop of a caller that has its requests at hand: training, evaluation and ``generate``."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterable
 from itertools import islice
 

@@ -1,7 +1,5 @@
 """Runs the model over the device state and the paged cache: prefill chunks, and steps that decide what comes next."""
 
-from __future__ import annotations
-
 import time
 
 import torch

@@ -4,8 +4,6 @@ When pages run out, the least urgent sequence gives its own back and waits. It k
 values are computed again, mostly from the prefix cache.
 """
 
-from __future__ import annotations
-
 import heapq
 from dataclasses import dataclass
 from itertools import count
@@ -116,11 +114,11 @@ class Scheduler:
             sequence.cached_pages += 1
 
     def check(self) -> None:
-        """Raise if a page or a slot is lost, or in two hands."""
+        """Raise if a page or a slot is lost, or given out twice."""
         self.pages.check([each.pages for each in self.running])
         slots = sorted([*self._free_slots, *(each.slot or 0 for each in self.running)])
         if slots != list(range(1, self._max_num_seqs + 1)):
-            raise RuntimeError("a slot is lost, or in two places at once")
+            raise RuntimeError("a slot is lost, or given out twice")
 
     # --- admission
 

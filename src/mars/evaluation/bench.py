@@ -1,7 +1,5 @@
 """``mars bench``: every dial and peer at every batch size, on the same prompts, in one run."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

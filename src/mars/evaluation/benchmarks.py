@@ -1,7 +1,5 @@
 """The benchmarks of the paper: their names in lm-eval, and the local files their rows may come from."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

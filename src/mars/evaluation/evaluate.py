@@ -9,8 +9,6 @@ The folder it writes::
     results.json, results.md     the scores
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

@@ -3,8 +3,6 @@
 python -m mars.evaluation.harness run --model mars --model_args pretrained=MODEL,dial=exact --tasks gsm8k -b auto
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing

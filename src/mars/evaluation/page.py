@@ -1,7 +1,5 @@
 """The contents of a report, and its two renderings: `report.md` and `report.html` are the templates."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Other decoders of the same model: transformers, vLLM, and the paper's two."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The options of ``mars bench``, and checks of options that ``mars eval`` shares."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path

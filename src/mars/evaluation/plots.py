@@ -1,7 +1,5 @@
 """Plots of measurements: accuracy against speed, speed against batch size, time of a forward against its width."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

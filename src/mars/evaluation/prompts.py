@@ -1,7 +1,5 @@
 """Answers of the engine to many rendered prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

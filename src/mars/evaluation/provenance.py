@@ -1,7 +1,5 @@
 """Provenance of a measurement: command, commit, machine, versions, date."""
 
-from __future__ import annotations
-
 import hashlib
 import platform
 import shlex

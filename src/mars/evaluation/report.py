@@ -1,7 +1,5 @@
 """``mars report``: one page in Markdown and in HTML from the files of ``mars eval`` and ``mars bench``."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ seccomp filter denies all system calls but a short list: no network, no further 
 by the kernel, for root too, and need neither root nor namespaces. The parent limits time, threads and files.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import functools

@@ -1,7 +1,5 @@
 """Confidence intervals of scores, and tests of their differences."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import comb, sqrt
 

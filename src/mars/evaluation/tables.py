@@ -1,7 +1,5 @@
 """Tables of measurements: in Markdown, and on a terminal."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

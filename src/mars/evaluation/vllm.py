@@ -1,7 +1,5 @@
 """vLLM as an engine for our requests: with the plugin it knows dials, without it it is a peer."""
 
-from __future__ import annotations
-
 import gc
 import tempfile
 from collections.abc import Generator, Iterator

@@ -198,7 +198,7 @@ def argmax(scores: Tensor) -> Tensor:
 
 
 def bias_tensor(params: Sequence[SamplingParams], vocabulary: int, banned: int | None) -> Tensor:
-    """What is added to logits: (sequences, vocabulary), or (1, vocabulary) where nobody has a logit bias."""
+    """What is added to logits: (sequences, vocabulary), or (1, vocabulary) where no request has a logit bias."""
     biased = any(each.logit_bias for each in params)
     bias = torch.zeros(len(params) if biased else 1, vocabulary)
     for index, each in enumerate(params):

@@ -4,8 +4,6 @@ A mask stands in for a clean token and has that token's label: the token that co
 its anchor and the masks between the anchor and itself. So a mask group sees what a decoding window will show it.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

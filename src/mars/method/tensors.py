@@ -1,7 +1,5 @@
 """Small tensors made on the host and sent to the device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

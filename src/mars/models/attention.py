@@ -4,11 +4,9 @@ A model switched to the implementation `NAME` builds no mask of its own and pass
 call down to `attend`. So a forward brings its own cache and visibility as the keyword ``windows``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,18 +25,8 @@ class WindowAttention(Protocol):
     calls: int  # how many layers have attended
     slides: bool  # did one of them have a sliding window?
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        sliding: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor: ...
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """``options``: scale, sliding (window), softcap and sinks of the layer."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

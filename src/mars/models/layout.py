@@ -4,8 +4,6 @@ With weights stored by columns, CPU kernels multiply a few rows of input (a wind
 rows, as in checkpoints, four rows take more than twice as long as one (figures in docs/lab-log.md).
 """
 
-from __future__ import annotations
-
 import torch
 
 

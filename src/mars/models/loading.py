@@ -1,7 +1,5 @@
 """`load_checkpoint`: loads a model by its name, with its tokenizer, settings and adapter."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

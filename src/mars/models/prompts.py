@@ -1,7 +1,5 @@
 """Tokens of a prompt: of a question, of a chat, or given as they are."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """`save_checkpoint`: writes a plain Hugging Face folder, which appears once it is complete."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from pathlib import Path

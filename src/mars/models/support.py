@@ -1,7 +1,5 @@
 """Checks of a model's architecture: decoding in windows needs a cache of keys and values that can be rolled back."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel

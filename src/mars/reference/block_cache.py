@@ -4,8 +4,6 @@ Sequences that are done with their block keep taking part in the forwards but em
 the plain decoder and the engine have it, does away with that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as SequenceOf
 
 import torch

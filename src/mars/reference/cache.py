@@ -1,7 +1,5 @@
 """Keys and values of a few sequences, a contiguous stretch for each, and the attention of windows over them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,9 +53,8 @@ class CachedWindows:
     slides: bool = False
     _masks: dict[int | None, Tensor] = field(init=False, default_factory=dict)
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, sliding: int | None, **options: Any
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        sliding = options.pop("sliding")
         columns = torch.arange(query.shape[2], device=query.device)
         at = (self.cursors[:, None] + columns).clamp(max=self.cache.capacity)
         keys, values = self.cache.write(layer, key, value, self.rows, at)

@@ -1,7 +1,5 @@
 """What the greedy decoders of this package share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as SequenceOf
 
 import torch

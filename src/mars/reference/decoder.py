@@ -4,8 +4,6 @@ It is the oracle for every faster path, so it prefers being obviously right: sta
 a forward needs is built anew from it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as SequenceOf
 
 import torch

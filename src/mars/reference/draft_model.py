@@ -4,8 +4,6 @@ A MARS target carries a mask group for every number of drafts it might accept, s
 drafts of the next round are there already and the draft model only adds to them.
 """
 
-from __future__ import annotations
-
 import torch
 
 from mars.core.output import RequestOutput

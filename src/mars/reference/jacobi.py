@@ -1,7 +1,5 @@
 """Jacobi decoding: an AR model verifies a block of guesses, and its own corrections are the next guesses."""
 
-from __future__ import annotations
-
 import torch
 
 from mars.core.output import RequestOutput

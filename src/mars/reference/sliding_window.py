@@ -1,7 +1,5 @@
 """The paper's decoder in its plainest form: no cache, the whole text and a block of masks in every forward."""
 
-from __future__ import annotations
-
 import torch
 
 from mars.core.output import RequestOutput

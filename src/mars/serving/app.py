@@ -1,9 +1,7 @@
 """The endpoints of the server, and their keys."""
 
-from __future__ import annotations
-
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from mars.serving.protocol import (
     DialRequest,
     TokenizeRequest,
 )
-from mars.serving.service import Service
+from mars.serving.service import Rules, Service
 from mars.serving.tools import Style
 
 PAGE = Path(__file__).parent / "page"
@@ -47,7 +45,7 @@ def create_app(service: Service) -> FastAPI:
 
 
 def _completions(service: Service) -> APIRouter:
-    router = APIRouter(dependencies=[Depends(_user(service))])
+    router = APIRouter(dependencies=[_user(service.rules)])
 
     @router.post("/v1/chat/completions")
     async def chat_completions(asked: ChatCompletionRequest, http: Request) -> Response:
@@ -80,7 +78,7 @@ def _completions(service: Service) -> APIRouter:
 
 
 def _tokens(service: Service) -> APIRouter:
-    router = APIRouter(dependencies=[Depends(_user(service))])
+    router = APIRouter(dependencies=[_user(service.rules)])
 
     @router.post("/tokenize")
     async def tokenize(asked: TokenizeRequest) -> dict[str, Any]:
@@ -110,11 +108,11 @@ def _dial(service: Service) -> APIRouter:
         floor = None if service.rules.floor is None else str(service.rules.floor)
         return {"dial": str(service.dial), "floor": floor, "auto": service.is_auto}
 
-    @router.get("/v1/dial", dependencies=[Depends(_user(service))])
+    @router.get("/v1/dial", dependencies=[_user(service.rules)])
     async def show_dial() -> dict[str, Any]:
         return state()
 
-    @router.put("/v1/dial", dependencies=[Depends(_operator(service))])
+    @router.put("/v1/dial", dependencies=[Depends(_requires(service.rules.admin_key or service.rules.api_key))])
     async def turn_dial(asked: DialRequest) -> dict[str, Any]:
         service.set_dial(None if asked.dial == AUTO else Dial.parse(asked.dial))
         return state()
@@ -150,27 +148,17 @@ def _file(path: Path) -> Callable[[Request], Awaitable[Response]]:
     return send
 
 
-def _user(service: Service) -> Callable[[Request], Awaitable[None]]:
-    rules = service.rules
+def _user(rules: Rules) -> Any:
+    return Depends(_requires(rules.api_key, rules.admin_key if rules.api_key else None))
+
+
+def _requires(*keys: str | None) -> Callable[[Request], Awaitable[None]]:
+    """One of the keys must be given, if there are any; compared in constant time."""
 
     async def check(http: Request) -> None:
-        _require_key(http, [rules.api_key, rules.admin_key] if rules.api_key else [])
+        given = http.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        matches = [secrets.compare_digest(given, key.encode()) for key in keys if key]
+        if matches and not any(matches):
+            raise ApiError(401, "a valid API key is needed: Authorization: Bearer …", code="invalid_api_key")
 
     return check
-
-
-def _operator(service: Service) -> Callable[[Request], Awaitable[None]]:
-    rules = service.rules
-
-    async def check(http: Request) -> None:
-        _require_key(http, [rules.admin_key] if rules.admin_key else [rules.api_key] if rules.api_key else [])
-
-    return check
-
-
-def _require_key(http: Request, keys: Sequence[str | None]) -> None:
-    """One of the keys must be there, if there are any; compared in constant time."""
-    given = http.headers.get("authorization", "").removeprefix("Bearer ").encode()
-    matches = [secrets.compare_digest(given, (key or "").encode()) for key in keys if key]
-    if matches and not any(matches):
-        raise ApiError(401, "a valid API key is needed: Authorization: Bearer …", code="invalid_api_key")

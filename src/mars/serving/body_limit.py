@@ -1,7 +1,5 @@
 """A limit on the bodies of requests, before they are parsed."""
 
-from __future__ import annotations
-
 import json
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send

@@ -19,19 +19,7 @@ from mars.core.request import Request, default_dial
 from mars.engine import QueueFullError
 from mars.errors import MarsError
 from mars.method.acceptance import Dial
-from mars.serving import engine_process
-from mars.serving.messages import (
-    AbortRequest,
-    AddRequest,
-    EngineFailed,
-    EngineLoad,
-    EngineOutputs,
-    EngineReady,
-    FromEngine,
-    RequestRefused,
-    SetDial,
-    ToEngine,
-)
+from mars.serving import engine_process, messages
 
 log = logging.getLogger("mars.serving")
 RESTART_SECONDS = 1.0  # before the engine's process is started again
@@ -46,7 +34,7 @@ class RequestStream:
     """A request that the engine works on. What comes is kept until it is read, several forwards at once if need be."""
 
     def __init__(
-        self, request: Request, model: EngineReady, dial: Dial, on_stop: Callable[[RequestStream], None]
+        self, request: Request, model: messages.EngineReady, dial: Dial, on_stop: Callable[[RequestStream], None]
     ) -> None:
         """``dial``: of requests that have none of their own; ``on_stop`` is called at a stop string."""
         self.request = request
@@ -101,13 +89,13 @@ class EngineClient:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._is_stopping = False
         self._changed = asyncio.Event()
-        self.model: EngineReady | None = None  # once it is loaded
+        self.model: messages.EngineReady | None = None  # once it is loaded
         self.is_ready = False
         self.failure: str | None = None  # why the engine is not there
-        self.load = EngineLoad()
+        self.load = messages.EngineLoad()
         self.restarts = 0
         self._dial: Dial | None = None
-        self.listeners: list[Callable[[FromEngine], None]] = []
+        self.listeners: list[Callable[[messages.FromEngine], None]] = []
 
     # --- the process
 
@@ -165,7 +153,7 @@ class EngineClient:
         for stream in list(self._streams.values()):
             stream.fail(EngineGoneError(f"{self.failure}; it is being started again: try again in a moment"))
         self._streams.clear()
-        self.load = EngineLoad()
+        self.load = messages.EngineLoad()
         if self.model is not None:  # it worked before
             self.restarts += 1
             self._loop.call_later(RESTART_SECONDS, self._restart)
@@ -174,21 +162,21 @@ class EngineClient:
         if not self._is_stopping:
             self.start()
 
-    def _receive(self, message: FromEngine) -> None:
+    def _receive(self, message: messages.FromEngine) -> None:
         match message:
-            case EngineReady():
+            case messages.EngineReady():
                 self.model, self.is_ready, self.failure = message, True, None
                 if self._dial is not None:
-                    self._send(SetDial(self._dial))
+                    self._send(messages.SetDial(self._dial))
                 self._changed.set()
-            case RequestRefused(request_id, reason):
+            case messages.RequestRefused(request_id, reason):
                 if stream := self._streams.pop(request_id, None):
                     stream.fail(MarsError(reason))
-            case EngineOutputs(outputs, load):
+            case messages.EngineOutputs(outputs, load):
                 self.load = load
                 for output in outputs:
                     self._hand_out(output)
-            case EngineFailed(reason):
+            case messages.EngineFailed(reason):
                 self.failure = reason
         for listener in self.listeners:
             listener(message)
@@ -234,22 +222,22 @@ class EngineClient:
         stream = RequestStream(request, self.model, self.dial, self.abort)
         stream.output.request_id = next(self._request_ids)
         self._streams[stream.output.request_id] = stream
-        self._send(AddRequest(stream.output.request_id, request))
+        self._send(messages.AddRequest(stream.output.request_id, request))
         return stream
 
     def abort(self, stream: RequestStream) -> None:
         """End the request in the engine at once, if it is still there."""
         if self._streams.pop(stream.output.request_id, None) is not None:
-            self._send(AbortRequest(stream.output.request_id))
+            self._send(messages.AbortRequest(stream.output.request_id))
 
     def set_dial(self, dial: Dial) -> None:
         self._dial = dial
         for stream in self._streams.values():
             stream.output.dial = str(stream.request.follow(stream.request.dial or dial))
         if self.is_ready:
-            self._send(SetDial(dial))
+            self._send(messages.SetDial(dial))
 
-    def _send(self, message: ToEngine) -> None:
+    def _send(self, message: messages.ToEngine) -> None:
         if self._writer is not None:
             data = pickle.dumps(message)
             self._writer.write(struct.pack("!i", len(data)) + data)  # kept until the engine reads it

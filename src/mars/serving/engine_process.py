@@ -1,7 +1,5 @@
 """The engine in a process of its own: its steps do not wait for the network, and the server outlives it."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import time
@@ -16,19 +14,7 @@ from mars.engine import Engine
 from mars.errors import MarsError
 from mars.method.acceptance import Dial
 from mars.models import load_checkpoint
-from mars.serving.messages import (
-    AbortRequest,
-    AddRequest,
-    EngineFailed,
-    EngineLoad,
-    EngineOutputs,
-    EngineReady,
-    FromEngine,
-    RequestRefused,
-    SetDial,
-    ToEngine,
-    WarmingUp,
-)
+from mars.serving import messages
 
 IDLE_SECONDS = 0.5  # between two checks of the cache's integrity while there is nothing to do
 UPDATE_SECONDS = 0.04
@@ -60,7 +46,7 @@ def main(connection: Connection, options: EngineOptions) -> None:
     except (EOFError, BrokenPipeError):
         pass  # the server is gone
     except Exception as error:
-        connection.send(EngineFailed(f"{type(error).__name__}: {error}"))
+        connection.send(messages.EngineFailed(f"{type(error).__name__}: {error}"))
         raise
 
 
@@ -73,14 +59,14 @@ class EngineProcess:
         self._engine = Engine(checkpoint, max_num_seqs=options.max_num_seqs, memory=options.memory)
         dials = options.dials if checkpoint.settings else ()
         for done, total in self._engine.warm_up(dials=dials, sampled=options.warm_up == "all"):
-            self._send(WarmingUp(done, total))
+            self._send(messages.WarmingUp(done, total))
         self._sequences: dict[int, Sequence] = {}  # in progress, by request
         self._sent: dict[int, int] = {}  # forwards that the server has been told of, by request
         self._changed: set[int] = set()  # requests with tokens that the server has not been told of
         self._next_update = 0.0
-        self._load = EngineLoad()
+        self._load = messages.EngineLoad()
         longest = self._engine.scheduler.max_length
-        ready = EngineReady(
+        ready = messages.EngineReady(
             options.name or checkpoint.name,
             checkpoint.tokenizer,
             checkpoint.end_tokens,
@@ -102,20 +88,20 @@ class EngineProcess:
                 self._engine.check()
             self._update()
 
-    def _receive(self, message: ToEngine) -> None:
+    def _receive(self, message: messages.ToEngine) -> None:
         match message:
-            case AddRequest(request_id, request):
+            case messages.AddRequest(request_id, request):
                 try:
                     sequence = self._engine.add_request(request)
                 except MarsError as error:
-                    self._send(RequestRefused(request_id, str(error)))
+                    self._send(messages.RequestRefused(request_id, str(error)))
                     return
                 sequence.output.request_id = request_id
                 self._sequences[request_id], self._sent[request_id] = sequence, 0
-            case AbortRequest(request_id):
+            case messages.AbortRequest(request_id):
                 if closed := self._close(request_id):
                     self._engine.abort(closed)
-            case SetDial(dial):
+            case messages.SetDial(dial):
                 self._engine.set_dial(dial)
 
     def _update(self) -> None:
@@ -135,15 +121,15 @@ class EngineProcess:
             if output.finish_reason is not None:
                 self._close(request_id)
         engine, pages = self._engine, self._engine.scheduler.pages
-        load = EngineLoad(engine.num_running, engine.num_waiting, pages.used / max(1, pages.count - 1))
+        load = messages.EngineLoad(engine.num_running, engine.num_waiting, pages.used / max(1, pages.count - 1))
         if outputs or (is_due and load != self._load):
             self._load = load
-            self._send(EngineOutputs(outputs, load))
+            self._send(messages.EngineOutputs(outputs, load))
 
     def _close(self, request_id: int) -> Sequence | None:
         self._changed.discard(request_id)
         self._sent.pop(request_id, None)
         return self._sequences.pop(request_id, None)
 
-    def _send(self, message: FromEngine) -> None:
+    def _send(self, message: messages.FromEngine) -> None:
         self._connection.send(message)

@@ -1,7 +1,5 @@
 """Errors in the shape that OpenAI's clients know."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ it does not know it or knows it to be faster; it gives one back that is not; and
 that, by what it knows, is fast enough for the load of the moment.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,7 +18,7 @@ from mars.serving.messages import EngineOutputs, FromEngine
 TICK = 0.1  # seconds between two looks at the load
 PATIENCE = 2.0  # seconds that it must be too slow before the dial is turned
 TRIAL = 3.0  # seconds that a dial is tried for, at least
-ENOUGH = 1000  # tokens that tell as much as those times: where many are written, nobody need wait
+ENOUGH = 1000  # tokens that tell as much as those times: where many are written, there is no need to wait
 CALM_SECONDS = 5.0
 """Seconds that a stricter dial must have been fast enough before it is taken again; twice as many whenever that turns
 out to have been too soon, by a move the other way within `REGRET_SECONDS`"""
@@ -90,8 +88,8 @@ class Governor:
 
     def observe(self, load: Load, now: float) -> bool:
         """Look at the load; returns whether the dial is another one now."""
-        settled = now - self._moved >= TRIAL / 3 or self._written >= ENOUGH  # else the last dial wrote some of it
-        if load.per_token is not None and settled:
+        is_steady = now - self._moved >= TRIAL / 3 or self._written >= ENOUGH  # else the last dial wrote some of it
+        if load.per_token is not None and is_steady:
             self._learn(load.running, load.per_token, now)
         self._written += load.tokens
         target = self.target
@@ -100,7 +98,7 @@ class Governor:
             self._late_since, self._late_tokens = now, 0
         elif late:
             self._late_tokens += load.tokens
-        elif load.per_token is not None or not load.running:  # else nobody knows
+        elif load.per_token is not None or not load.running:  # else it is not known
             self._late_since = None
         calm = self.rung > 0 and not late and self._expected(load, now) < CALM * target.per_token
         self._calm_since = (self._calm_since or now) if calm and load.wait < CALM * target.wait else None

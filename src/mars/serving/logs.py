@@ -1,7 +1,5 @@
 """Logs for machines: a line of JSON for everything that happens, with the request's id where there is one."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

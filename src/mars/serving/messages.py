@@ -1,7 +1,5 @@
 """What the server and the engine's process tell each other."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase

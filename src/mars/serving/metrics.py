@@ -1,7 +1,5 @@
 """Gauges for Prometheus, under vLLM's names where they mean the same."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter as Counts
 from typing import Any

@@ -1,7 +1,5 @@
 """A server somewhere else, as ``mars dial`` sees it."""
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request

@@ -1,7 +1,5 @@
 """Answers in OpenAI's format, whole or in chunks."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """``mars serve``: options in, a running server out."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import signal

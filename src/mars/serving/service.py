@@ -1,7 +1,5 @@
 """What the endpoints share: submitting requests, streaming answers, the dial, the operator's rules."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -181,7 +179,7 @@ class Service:
             raise
         if not is_there:
             self.close_streams(streams)
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client is gone
         count = sum(map(len, prompts))
         if asked.stream:
             events = self._events(http, streams, reply, count, asked.stream_options or StreamOptions())

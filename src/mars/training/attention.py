@@ -4,8 +4,6 @@ A model switched to the implementation `NAME` builds no mask of its own and pass
 call to `attend`: one mask for every sliding window of its layers; None is a layer without one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any

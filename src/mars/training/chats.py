@@ -4,8 +4,6 @@ Templates do not mark the assistant's text. So the chat is rendered once as it i
 an answer: what comes before and after the probe is the template's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile

@@ -1,7 +1,5 @@
 """Training data that a model generates itself, which changes its one-token mode least: answers, and prompts too."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

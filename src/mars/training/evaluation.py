@@ -1,7 +1,5 @@
 """Evaluation on held-out chats: clean loss, accuracy of the masks, and the tokens per forward ``exact`` would have."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -118,15 +116,15 @@ def replay(correct: Sequence[int], block_size: int, *, tree: bool = False) -> tu
     ``correct[a]`` is the number of right masks behind position ``a``, up to the first wrong one. Position 0 is the last
     token of the prompt, so an answer of ``n`` tokens has ``n`` positions.
     """
-    written, forwards, anchor = 0, 0, None
+    written, forwards, start = 0, 0, None
     while written < len(correct):
         forwards += 1
-        if anchor is None:  # no drafts yet: the next token, and drafts for those after it
-            anchor, written = written, written + 1
+        if start is None:  # no drafts yet: the next token, and drafts for those after it
+            start, written = written, written + 1
             continue
-        accepted = min(correct[anchor], block_size - 1, len(correct) - written)
+        accepted = min(correct[start], block_size - 1, len(correct) - written)
         all_passed = accepted == block_size - 1
         # The window's masks follow its last draft; in a tree, there are masks behind every draft
-        anchor = written + accepted if tree or all_passed else None
+        start = written + accepted if tree or all_passed else None
         written += accepted + 1
     return len(correct), forwards

@@ -1,7 +1,5 @@
 """Files that a killed run leaves in order, so that it can be continued."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

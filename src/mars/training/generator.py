@@ -1,7 +1,5 @@
 """Continues many texts with the engine, for training data."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """The training loss over both streams, installed as the forward of a causal language model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field

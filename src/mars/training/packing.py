@@ -1,7 +1,5 @@
 """Documents packed into rows of one length, the order of the rows in a run, and the batches made of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

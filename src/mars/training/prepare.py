@@ -1,7 +1,5 @@
 """The packed rows of a recipe: its sources are read, tokenised, split into training and held-out chats, and packed."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

@@ -1,7 +1,5 @@
 """Progress of a training run: a bar on a terminal, lines in a log file."""
 
-from __future__ import annotations
-
 import sys
 import time
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """The published result of a training: a plain Hugging Face checkpoint with a model card, and the adapter."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from pathlib import Path

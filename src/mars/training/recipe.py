@@ -1,7 +1,5 @@
 """Recipes: all options of a training run, read from a YAML file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 

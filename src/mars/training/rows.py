@@ -1,7 +1,5 @@
 """Chats from JSON, JSON Lines and Parquet files, folders of them, and data sets of the Hugging Face hub."""
 
-from __future__ import annotations
-
 import gzip
 import importlib
 import json

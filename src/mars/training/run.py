@@ -1,7 +1,5 @@
 """`train`: runs the stages of a recipe and publishes the checkpoint. A run that was cut off is continued."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

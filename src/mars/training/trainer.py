@@ -1,7 +1,5 @@
 """transformers' Trainer for both streams: its options, the loss, evaluation, and checkpoints of an unfinished run."""
 
-from __future__ import annotations
-
 import shutil
 from collections import defaultdict
 from pathlib import Path

@@ -9,8 +9,6 @@ Where windows follow one another in the same text, as the chunks of a prompt do,
 first, and each then finds those before it in the pages.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -66,16 +64,16 @@ def _attend(
     part_most,
     part_total,
     scale,
-    query_row,
+    query_sequence,
     query_head,
     query_token,
-    key_row,
+    key_sequence,
     key_head,
     key_token,
-    value_row,
+    value_sequence,
     value_head,
     value_token,
-    table_row,
+    table_slot,
     splits,
     HEADS: tl.constexpr,
     FOLDS: tl.constexpr,
@@ -95,23 +93,23 @@ def _attend(
     SINKS: tl.constexpr,
     PRECISE: tl.constexpr,
 ):
-    row, head, split = tl.program_id(0), tl.program_id(1) % HEADS, tl.program_id(2)
+    sequence, head, split = tl.program_id(0), tl.program_id(1) % HEADS, tl.program_id(2)
     tile = tl.program_id(1) // HEADS
     item = tile * QUERIES + tl.arange(0, QUERIES)  # queries of all heads that share these keys, token by token
     fold, column = item // WIDTH, item % WIDTH
     real = fold < FOLDS
     dim = tl.arange(0, SIZE_UP)
     inside = dim < SIZE
-    at = row * query_row + (head * FOLDS + fold) * query_head + column * query_token
+    at = sequence * query_sequence + (head * FOLDS + fold) * query_head + column * query_token
     queries = tl.load(query + at[:, None] + dim, mask=real[:, None] & inside, other=0.0)
     queries = (queries * (scale * LOG2E)).to(new_keys.dtype.element_ty)
 
     most = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     mixed = tl.zeros([QUERIES, SIZE_UP], tl.float32)
-    cursor = tl.load(cursors + row)
-    pages = table + tl.load(slots + row) * table_row
-    position = tl.load(positions + row * WIDTH + column, mask=real, other=0)  # behind the cursor
+    cursor = tl.load(cursors + sequence)
+    pages = table + tl.load(slots + sequence) * table_slot
+    position = tl.load(positions + sequence * WIDTH + column, mask=real, other=0)  # behind the cursor
     if SINKS and split == splits - 1:  # one more score, which attends to nothing
         most = tl.load(sinks + head * FOLDS + fold, mask=real, other=0.0).to(tl.float32) * LOG2E
         total += 1.0
@@ -134,20 +132,20 @@ def _attend(
         most, total, mixed = _accumulate(queries, old_keys, old_values, visible, most, total, mixed, CAP, PRECISE)
 
     if split == splits - 1:
-        sees = tl.load(reach + row * WIDTH + column, mask=real, other=-1)
-        length = tl.load(lengths + row)
+        sees = tl.load(reach + sequence * WIDTH + column, mask=real, other=-1)
+        length = tl.load(lengths + sequence)
         seen = WIDTH if STORES else tl.max(tl.where(real, column, 0)) + 1  # nothing behind these can be visible
         for begin in range(0, seen, COLUMNS):
             other = begin + tl.arange(0, COLUMNS)
             known = other < WIDTH
             known_block = known[:, None] & inside
             fresh_keys = tl.load(
-                new_keys + row * key_row + head * key_head + other[:, None] * key_token + dim,
+                new_keys + sequence * key_sequence + head * key_head + other[:, None] * key_token + dim,
                 mask=known_block,
                 other=0.0,
             )
             fresh_values = tl.load(
-                new_values + row * value_row + head * value_head + other[:, None] * value_token + dim,
+                new_values + sequence * value_sequence + head * value_head + other[:, None] * value_token + dim,
                 mask=known_block,
                 other=0.0,
             )
@@ -167,16 +165,16 @@ def _attend(
                 shown = shown | (group & (other[None, :] <= column[:, None]))
             shown = shown & known[None, :] & real[:, None]
             if SLIDING > 0:
-                theirs = tl.load(positions + row * WIDTH + other, mask=known, other=0)
+                theirs = tl.load(positions + sequence * WIDTH + other, mask=known, other=0)
                 shown = shown & (position[:, None] - theirs[None, :] < SLIDING)
             most, total, mixed = _accumulate(queries, fresh_keys, fresh_values, shown, most, total, mixed, CAP, PRECISE)
 
     if ALONE:
         result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-        target = ((row * WIDTH + column) * (HEADS * FOLDS) + head * FOLDS + fold) * SIZE
+        target = ((sequence * WIDTH + column) * (HEADS * FOLDS) + head * FOLDS + fold) * SIZE
         tl.store(out + target[:, None] + dim, result.to(out.dtype.element_ty), mask=real[:, None] & inside)
     else:
-        part = ((row * HEADS + head) * splits + split) * (FOLDS * WIDTH) + item
+        part = ((sequence * HEADS + head) * splits + split) * (FOLDS * WIDTH) + item
         tl.store(part_most + part, most, mask=real)
         tl.store(part_total + part, total, mask=real)
         tl.store(part_mixed + part[:, None] * SIZE + dim, mixed, mask=real[:, None] & inside)
@@ -197,18 +195,18 @@ def _combine(
     QUERIES: tl.constexpr,
 ):
     """Add up the parts of some queries, weighted by the share of the softmax that each part has."""
-    row, head = tl.program_id(0), tl.program_id(1)
+    sequence, head = tl.program_id(0), tl.program_id(1)
     item = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)
     real = item < FOLDS * WIDTH
     dim = tl.arange(0, SIZE_UP)
-    part = ((row * HEADS + head) * SPLITS + tl.arange(0, SPLITS))[:, None] * (FOLDS * WIDTH) + item
+    part = ((sequence * HEADS + head) * SPLITS + tl.arange(0, SPLITS))[:, None] * (FOLDS * WIDTH) + item
     most = tl.load(part_most + part, mask=real[None, :], other=0.0)
     total = tl.load(part_total + part, mask=real[None, :], other=1.0)
     inside = real[:, None] & (dim < SIZE)
     mixed = tl.load(part_mixed + part[:, :, None] * SIZE + dim, mask=inside[None, :, :], other=0.0)
     weight = tl.exp2(most - tl.max(most, 0)[None, :])
     result = tl.sum(mixed * weight[:, :, None], 0) / tl.sum(total * weight, 0)[:, None]
-    at = ((row * WIDTH + item % WIDTH) * (HEADS * FOLDS) + head * FOLDS + item // WIDTH) * SIZE
+    at = ((sequence * WIDTH + item % WIDTH) * (HEADS * FOLDS) + head * FOLDS + item // WIDTH) * SIZE
     tl.store(out + at[:, None] + dim, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -220,10 +218,10 @@ def _store(
     slots,
     cursors,
     lengths,
-    new_row,
+    new_sequence,
     new_head,
     new_token,
-    table_row,
+    table_slot,
     HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     SIZE: tl.constexpr,
@@ -231,14 +229,16 @@ def _store(
     COLUMNS: tl.constexpr,
 ):
     """Store some tokens of a window in the sequence's pages."""
-    row, head = tl.program_id(0), tl.program_id(1)
+    sequence, head = tl.program_id(0), tl.program_id(1)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     dim = tl.arange(0, SIZE_UP)
-    kept = column < tl.load(lengths + row)
+    kept = column < tl.load(lengths + sequence)
     some = kept[:, None] & (dim < SIZE)
-    fresh = tl.load(new + row * new_row + head * new_head + column[:, None] * new_token + dim, mask=some, other=0.0)
-    token = tl.load(cursors + row) + column
-    page = tl.load(table + tl.load(slots + row) * table_row + token // PAGE, mask=kept, other=0)
+    fresh = tl.load(
+        new + sequence * new_sequence + head * new_head + column[:, None] * new_token + dim, mask=some, other=0.0
+    )
+    token = tl.load(cursors + sequence) + column
+    page = tl.load(table + tl.load(slots + sequence) * table_slot + token // PAGE, mask=kept, other=0)
     where = ((page * HEADS + head) * PAGE + token % PAGE) * SIZE
     tl.store(store + where[:, None] + dim, fresh, mask=some)
 

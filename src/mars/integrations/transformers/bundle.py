@@ -3,8 +3,6 @@
 The file is made of `custom_generate` and of whatever it uses of the method's modules.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections.abc import Iterator

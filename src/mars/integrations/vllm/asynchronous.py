@@ -4,8 +4,6 @@ vLLM schedules a step before the last one has ended, so nothing here may wait fo
 the device knows how many tokens of a window are drafts. The host knows the shape of a step and the requests' dials.
 """
 
-from __future__ import annotations
-
 from copy import copy
 from dataclasses import replace
 from inspect import signature

@@ -4,8 +4,6 @@ On a GPU the asynchronous path: vLLM's second model runner, to which our specula
 Otherwise, or where asynchronous scheduling is switched off, the synchronous one: the first runner with a proposer.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from dataclasses import asdict, replace

@@ -4,8 +4,6 @@ vLLM captures full graphs of steps in which every sequence has as many tokens as
 sequences have fewer, down to one, and such steps should be as fast as they are without speculation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any

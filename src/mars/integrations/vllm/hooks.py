@@ -1,7 +1,5 @@
 """How methods of vLLM are replaced: every replacement names its reason, and is made once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any

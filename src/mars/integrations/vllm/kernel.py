@@ -1,7 +1,5 @@
 """A step of greedy sequences as one Triton kernel: the same as `step.step` with greedy sampling."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """``mars serve --engine vllm``: vLLM's own server, told to use the plugin."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

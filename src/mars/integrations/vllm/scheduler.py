@@ -3,8 +3,6 @@
 Mask tokens are always rejected: counted as drafts, they would lower the acceptance rate.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler

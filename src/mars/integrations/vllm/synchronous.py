@@ -2,8 +2,6 @@
 vLLM asks the proposer for the next windows by itself, and ``load_model`` gives it the target.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from functools import partial, wraps

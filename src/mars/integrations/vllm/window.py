@@ -4,8 +4,6 @@ To vLLM all tokens behind the last one are speculative. A full window has twice 
 a group, so every window of a step has one length however many drafts it begins with.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

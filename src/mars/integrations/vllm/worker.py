@@ -1,7 +1,5 @@
 """What vLLM's workers can be asked by ``collective_rpc``: the dial and the counts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm import envs
