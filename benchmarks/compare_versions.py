@@ -104,9 +104,9 @@ Speed = Callable[[str, int], float]
 """Tokens per second with a dial and so many requests at once"""
 
 
-def ask_worker(told: Connection, prompts: list[list[int]]) -> Speed:
+def ask_worker(told: Connection, prompts: list[list[int]], rounds: int) -> Speed:
     def measure(dial: str, size: int) -> float:
-        told.send((dial, size, list(islice(cycle(prompts), max(32, 2 * size)))))
+        told.send((dial, size, list(islice(cycle(prompts), max(32, rounds * size)))))
         return float(told.recv())
 
     return measure
@@ -150,7 +150,7 @@ def loaded(
         for key, told in workers.items():
             told.recv()
             print(*key, "ready", flush=True)
-        speeds = {key: ask_worker(told, prompts) for key, told in workers.items()}
+        speeds = {key: ask_worker(told, prompts, args.rounds) for key, told in workers.items()}
         yield speeds | {key: ask_server(each.result().address, chats) for key, each in starting.items()}
 
 
@@ -200,6 +200,7 @@ def main() -> None:
     parser.add_argument("--requests", default="1,8,32,128", help="at once")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=["engine", "plugin", "server"])
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2, help="requests per concurrent one, at least 32 in all")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--most", type=int, help=argparse.SUPPRESS)
