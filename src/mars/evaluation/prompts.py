@@ -1,4 +1,4 @@
-"""Answers of the engine to many rendered prompts."""
+"""Rendered prompts as tokens, chats as text, and answers cut at stop strings."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
