@@ -106,11 +106,24 @@ class Engine:
 
     def add_request(self, request: Request, priority: int = 0) -> Sequence:
         """Queue a request; the smaller its priority, the sooner it runs. The sequence's output grows with the steps."""
+        sequence = self.prepare(request)
+        self.add(sequence, priority)
+        return sequence
+
+    def prepare(self, request: Request) -> Sequence:
+        """The sequence of a request, validated and with its grammar compiled.
+
+        It does not change the engine, so another thread may call it while a step runs.
+        """
         if request.block_size > self.block_size:
             raise MarsError(f"block_size {request.block_size} is more than the engine's {self.block_size}")
-        sequence = Sequence.of(request, self.checkpoint, self.dial)
+        return Sequence.of(request, self.checkpoint, self.dial)
+
+    def add(self, sequence: Sequence, priority: int = 0) -> None:
+        """Queue a sequence that `prepare` has made."""
+        if sequence.request.dial is None:
+            sequence.set_dial(self.dial)  # it may have been turned since
         self.scheduler.add(sequence, priority)
-        return sequence
 
     def abort(self, sequence: Sequence) -> None:
         """End a request at once, if it is not finished; its output keeps what has come out so far."""
