@@ -141,7 +141,7 @@ def loaded(
             for part, name in parts
             if part != "server"
         }
-        options = ("--model", args.model, "--name", "model", "--rows", 32, "--warm-up", "greedy")
+        options = ("--model", args.model, "--name", "model", "--rows", 32)
         starting = {
             (part, name): threads.submit(stack.enter_context, mars_serve(*options, env=environment(versions[name])))
             for part, name in parts

@@ -93,7 +93,7 @@ def main() -> None:
     servers = {"exact": ["--dial", "exact"], f"auto, floor {args.floor}": [*auto, "--floor", args.floor], "auto": auto}
     found = {}
     for name, options in servers.items():
-        with mars_serve("--model", args.model, "--rows", args.rows, "--warm-up", "greedy", *options) as server:
+        with mars_serve("--model", args.model, "--rows", args.rows, *options) as server:
             found[name] = measure(server, coming, args.processes)
     table = Table("", "ms per token, p50", "p99", "ms to the first, p50", "p99", "agreement", "moves")
     for name, each in found.items():

@@ -141,7 +141,7 @@ def main() -> None:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         keep("engine", pool.submit(directly, args.model, args.dtype, first, chats, *shared).result())
     http = partial(through_http, first, chats, *shared, args.processes)
-    options = ("--model", args.model, "--rows", args.at_once, "--dial", "exact", "--warm-up", "greedy")
+    options = ("--model", args.model, "--rows", args.at_once, "--dial", "exact")
     with mars_serve(*options, "--log-level", "warning") as ours:
         keep("mars serve", http(ours.address, args.model))
     with ExitStack() as stack:

@@ -58,14 +58,14 @@ class Model:
             self._engine = Engine(self.checkpoint, block_size=max(block_size, trained), **self._options)
         return self._engine
 
-    def warm_up(self, bar: Progress | None = None, num_seqs: int | None = None, *, dials: Sequence[str] = ()) -> None:
+    def warm_up(self, bar: Progress | None = None, num_seqs: int | None = None) -> None:
         """Prepare the engine for so many requests at once, all that it takes by default.
 
-        On a GPU this compiles and captures its steps, those of ``exact`` and of the ``dials`` named: a minute or two
-        the first time, less from then on. Shown in ``bar`` if one is given.
+        On a GPU this compiles and captures its steps: a minute the first time, less from then on. Shown in ``bar`` if
+        one is given.
         """
         task = None
-        for done, total in self.engine().warm_up(num_seqs, dials=[Dial.parse(each) for each in dials]):
+        for done, total in self.engine().warm_up(num_seqs):
             if bar is not None:
                 task = bar.add_task("warming up") if task is None else task
                 bar.update(task, completed=done, total=total)

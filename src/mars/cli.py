@@ -283,9 +283,6 @@ def serve(
     name: Annotated[str | None, Option(help="What the model is called; default: as given.")] = None,
     target_token: Annotated[float, Option(min=1e-6, help="With --dial auto: most seconds per token.")] = 0.05,
     target_wait: Annotated[float, Option(min=1e-6, help="With --dial auto: most seconds to the first token.")] = 1.0,
-    warm_up: Annotated[
-        Literal["all", "greedy"], Option(help="What a GPU is made ready for; greedy starts sooner.")
-    ] = "all",
     log_level: Annotated[
         Literal["debug", "info", "warning"], Option(help="Of the log, whose lines are JSON.")
     ] = "info",

@@ -12,7 +12,7 @@ import torch
 from mars import SamplingParams
 from mars.core.grammar import lark_grammar
 from mars.core.request import Request
-from mars.engine import Engine, run
+from mars.engine import Engine, cuda_graphs, run
 from mars.engine.cuda_graphs import GraphRunner
 from mars.method.acceptance import Dial
 from mars.method.sampling import gumbel
@@ -69,6 +69,50 @@ def test_compiled_layers_write_the_same() -> None:
         assert texts(Engine(on_gpu(tiny_checkpoint(family)), max_num_seqs=8, memory=2**24), requests) == expected
 
 
+SAMPLING: list[dict] = [
+    {},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 3, "min_p": 0.1},
+    {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    {"logit_bias": {3: 1.5}},
+    {"temperature": 0.5, "top_p": 0.5, "frequency_penalty": 1.0, "logit_bias": {3: 1.5}},
+]
+
+
+def test_memory_that_runs_out_at_a_capture_does_not_turn_graphs_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [Request(each, Dial("exact"), max_new_tokens=24, block_size=4) for each in PROMPTS]
+    expected = [answer.token_ids for answer in Decoder(tiny_checkpoint("llama"), requests).finish()]
+    engine = Engine(on_gpu(tiny_checkpoint("llama")), max_num_seqs=8, memory=2**24, cost=wide)
+    runner = engine._runner
+    assert isinstance(runner, GraphRunner)
+    free = torch.cuda.mem_get_info()[0]
+    ballast = torch.empty(free - 2**26, dtype=torch.uint8, device="cuda")  # real memory, all but 64 MiB
+    monkeypatch.setattr(cuda_graphs, "RETRY_SECONDS", 0.0)
+    runner._run_step_as_is = runner._run_step
+
+    def greedy_for_memory(*args):
+        torch.empty(2**30, dtype=torch.uint8, device="cuda")
+        return runner._run_step_as_is(*args)
+
+    runner._run_step = greedy_for_memory
+    with pytest.warns(UserWarning, match="not enough memory to capture"):
+        assert runner._captured_step(8, Window()) is None
+    del ballast, runner._run_step
+    torch.cuda.empty_cache()
+    assert texts(engine, requests) == expected
+    assert runner._steps
+
+
+def test_graphs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", 3)
+    requests = [Request(each, Dial("exact"), max_new_tokens=24, block_size=4) for each in PROMPTS]
+    expected = [answer.token_ids for answer in Decoder(tiny_checkpoint("llama"), requests).finish()]
+    engine = Engine(on_gpu(tiny_checkpoint("llama")), max_num_seqs=8, memory=2**24)
+    assert texts(engine, requests) == expected
+    assert len(engine._runner._steps) == 3
+
+
 def test_every_kind_of_sampling_is_captured() -> None:
     kinds = [
         SamplingParams(temperature=1.0, seed=1),
@@ -90,15 +134,16 @@ def test_every_kind_of_sampling_is_captured() -> None:
         assert texts(engine, [request]) == [alone]
 
 
-def test_after_the_warm_up_the_dial_turns_without_a_capture() -> None:
+def test_after_the_warm_up_nothing_is_captured_whatever_is_asked() -> None:
     dials = [Dial("exact"), Dial("one-token"), Dial("relaxed", 0.5), Dial("threshold", 0.9)]
+    dials += [Dial("threshold", 0.8, "entropy"), Dial("threshold", 0.5, "margin")]
     engine = Engine(on_gpu(tiny_checkpoint("llama")), max_num_seqs=4, memory=2**24, cost=wide)
     runner = engine._runner
     assert isinstance(runner, GraphRunner)
-    assert list(engine.warm_up(dials=dials, sampled=True))[-1][0] > 0
+    assert list(engine.warm_up())[-1][0] > 0
     captured = set(runner._steps), set(runner._prefills)
-    for temperature in (0.0, 1.0):
-        sampling = SamplingParams(temperature, seed=1)
+    for options in SAMPLING:
+        sampling = SamplingParams(**options, seed=1)
         requests = [Request(each, Dial("exact"), sampling, max_new_tokens=99, block_size=4) for each in PROMPTS[:3]]
         sequences = [engine.add_request(each) for each in requests]
         for dial in (second for first in dials for second in (first, *dials)):  # from every one to every other

@@ -99,8 +99,8 @@ def test_sequences_find_their_own_logits(batch: list[State], data) -> None:
     built = build(batch, window)
     logits = torch.arange(len(batch) * window.width)[:, None].expand(-1, 2)
     accepted = [data.draw(st.integers(0, len(each.drafts))) for each in batch]
-    verified = built.verified_logits(logits)
-    masks, count = built.mask_logits(logits, torch.tensor(accepted))
+    rows, count = built.mask_rows(torch.tensor(accepted))
+    verified, masks = logits[built.verified_rows()], logits[rows]
     for row, state in enumerate(batch):
         start = row * window.width
         drafts = len(state.drafts)

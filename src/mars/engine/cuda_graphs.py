@@ -1,12 +1,15 @@
 """Steps captured as CUDA graphs, one for each number of sequences and window, and replayed.
 
-A graph has a fixed number of sequences; what a batch does not need of it is padding. It is captured when it is first
-needed, or ahead of time by `GraphRunner.warm_up`.
+A graph has a fixed number of sequences and a fixed window; what a batch does not need of them is padding. Dials and
+sampling options are values that a graph reads, so they need no graph of their own. `GraphRunner.warm_up` captures all
+that can be needed; from then on nothing is captured between steps, where everybody would wait for it.
 """
 
+import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -17,8 +20,7 @@ from mars.engine.compilation import Compiled, compiled
 from mars.engine.device_state import DeviceState
 from mars.engine.runner import Runner
 from mars.engine.step import PADDING_SLOT, PrefillInputs, StepInputs, StepOutputs
-from mars.method.acceptance import DialFeatures
-from mars.method.sampling import Features
+from mars.method.acceptance import decide_by, written_tokens
 from mars.method.windows import Window, WindowBatch
 from mars.models.checkpoint import Checkpoint
 
@@ -27,6 +29,8 @@ SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 25
 two: the compiler makes a variant of its own for a dimension of one."""
 BEYOND = 64
 CHUNKS = (1, 2, 4, 8, 16, 32, 64)  # numbers of prefill chunks that are captured
+MOST_GRAPHS = 256  # of steps: the least recently used goes when another is captured
+RETRY_SECONDS = 60.0  # after memory ran out at a capture, before the next one is tried
 CONTEXT = 256  # cached tokens of the sequences whose steps are timed
 REPEATS = 10
 MATRICES = ("integers", "floats")
@@ -49,28 +53,43 @@ class CapturedGraph(Generic[Inputs]):
 class GraphRunner(Runner):
     def __init__(self, checkpoint: Checkpoint, state: DeviceState, cache: PagedCache, block_size: int) -> None:
         super().__init__(checkpoint, state, cache, block_size)
+        from mars.engine.kernels.sampling import KernelChoices  # triton is not installed everywhere
+
+        self._choices = KernelChoices
         self._compiled = Compiled(checkpoint.module)
-        for constant in (self._bias, self._ends):
-            torch._dynamo.mark_static(constant)
+        torch._dynamo.mark_static(self._ends)
         self._prepare = compiled(self._prepare)  # type: ignore[method-assign]
-        self._compiled_decide = compiled(super()._decide)
+        self._compiled_decide = compiled(self._decide_by_kernel)
         self._can_capture = True
-        self._steps: dict[tuple[int, Window, Features, DialFeatures], CapturedGraph[StepInputs] | None] = {}
-        self._prefills: dict[int, CapturedGraph[PrefillInputs] | None] = {}
+        self._capture_after = 0.0  # memory ran out: no capture before this time
+        self._is_warm = False  # is everything captured that steps need?
+        self._steps: OrderedDict[tuple[int, Window], CapturedGraph[StepInputs]] = OrderedDict()
+        self._prefills: dict[int, CapturedGraph[PrefillInputs]] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._padding = StepInputs.padding(1, block_size, checkpoint.vocabulary)
 
     def _decide(self, inputs: StepInputs, windows: WindowBatch, logits: torch.Tensor) -> StepOutputs:
-        torch._dynamo.mark_static(logits, 1)  # a static vocabulary size lets the compiler split the argmax
-        outputs: StepOutputs = self._compiled_decide(inputs, windows, logits)
+        torch._dynamo.mark_static(logits, 1)
+        outputs: StepOutputs = self._compiled_decide(inputs, windows, logits.contiguous())
         return outputs
+
+    def _decide_by_kernel(self, inputs: StepInputs, windows: WindowBatch, logits: torch.Tensor) -> StepOutputs:
+        """The same as `Runner._decide`, whatever the features of the inputs."""
+        state, mask = self.state, self.checkpoint.mask_token_id
+        choices = self._choices(logits, windows.drafts, inputs, state, self._ends, -1 if mask is None else mask)
+        emitted = state.drafts_emitted[inputs.slots]
+        decision = decide_by(choices, windows, state.cursor[inputs.slots], emitted)
+        state.advance(inputs, windows.drafts, decision)
+        written = written_tokens(windows.drafts, decision)
+        return StepOutputs.of(decision, choices.logprobs(windows.verified_rows(), written))
 
     @torch.inference_mode()
     def step(self, inputs: StepInputs, window: Window, longest: int) -> StepOutputs:
         size = padded_size(len(inputs))
-        captured = self._captured_step(size, window, inputs.features, inputs.dial_features)
+        captured = self._captured_step(size, window)
         if captured is None:
-            return super().step(inputs, window, longest)
+            with torch.compiler.set_stance("force_eager"):  # nobody shall wait for the compiler
+                return super().step(inputs, window, longest)
         if captured.holds is not inputs:
             spare = size - len(inputs)
             for name in MATRICES:
@@ -80,7 +99,7 @@ class GraphRunner(Runner):
             captured.holds = inputs
         captured.graph.replay()
         assert captured.outputs is not None
-        return captured.outputs.to_host(len(inputs))
+        return captured.outputs.to_host(len(inputs), logprobs=inputs.features.logprobs)
 
     @torch.inference_mode()
     def prefill(self, chunks: list[tuple[int, int, list[int]]]) -> None:
@@ -89,43 +108,37 @@ class GraphRunner(Runner):
             count = next((each for each in CHUNKS if each >= len(left)), CHUNKS[-1])
             captured = self._captured_prefill(count)
             if captured is None:
-                super().prefill(chunks)
+                super().prefill(chunks)  # all of them once more
                 return
             now, left = left[:count], left[count:]
             padding = PrefillInputs.padding(count - len(now), self.CHUNK).matrix
             captured.inputs.matrix.copy_(torch.cat([now, padding]).pin_memory(), non_blocking=True)
             captured.graph.replay()
 
-    def warm_up(
-        self,
-        num_seqs: int,
-        prefill_tokens: int,
-        measure: Callable[[int], Any],
-        lossy: Sequence[tuple[Window, DialFeatures]],
-        *,
-        sampled: bool,
-    ) -> Iterator[tuple[int, int]]:
+    def warm_up(self, num_seqs: int, prefill_tokens: int, measure: Callable[[int], Any]) -> Iterator[tuple[int, int]]:
         """Capture all that up to so many sequences may need; yields how many graphs are done, and of how many.
 
-        ``measure`` captures and times the greedy steps of a number of sequences. What is rare is captured when it
-        comes: truncation, penalties, bias, grammars, logprobs, ``lossy`` dials that are not named, and sampling unless
-        ``sampled``.
+        ``measure`` captures and times the steps of a number of sequences.
         """
         smallest, *larger = sorted({padded_size(each) for each in range(1, num_seqs + 1)})
         sizes = [smallest, *reversed(larger)]  # the compiler looks at the first; memory is reused from large to small
         most = prefill_tokens // self.CHUNK + num_seqs  # every prompt may end in a chunk that is not full
         counts = [each for each in reversed(CHUNKS) if each == 1 or each <= most]
-        steps = [(window, Features(), dials) for window, dials in lossy]
-        if sampled:
-            exact = [(window, DialFeatures()) for window in self.windows]
-            steps += [(window, Features(greedy=False), dials) for window, dials in (*exact, *lossy)]
         todo: list[Callable[[], Any]] = [partial(self._captured_prefill, count) for count in counts]
         todo += [partial(measure, size) for size in sizes]
-        todo += [partial(self._captured_step, size, *step) for step in steps for size in sizes]
         for done, work in enumerate(todo):
             yield done, len(todo)
             work()
+        self._is_warm = num_seqs >= self.state.slots
         yield len(todo), len(todo)
+
+    def fitting(self, num_seqs: int, window: Window) -> Window:
+        """After the warm-up, the smallest captured window that holds this one."""
+        size = padded_size(num_seqs)
+        if not self._is_warm or (size, window) in self._steps:
+            return window
+        captured = [each for count, each in self._steps if count == size and each | window == each]
+        return min(captured, key=lambda each: each.width, default=window)
 
     def padded_size(self, num_seqs: int) -> int:
         return padded_size(num_seqs)
@@ -149,45 +162,68 @@ class GraphRunner(Runner):
         return start.elapsed_time(end) / 1000 / REPEATS
 
     @torch.inference_mode()
-    def _captured_step(
-        self, size: int, window: Window, features: Features, dials: DialFeatures
-    ) -> CapturedGraph[StepInputs] | None:
-        key = (size, window, features, dials)
+    def _captured_step(self, size: int, window: Window) -> CapturedGraph[StepInputs] | None:
+        key = (size, window)
         if key not in self._steps:
-            device = self.state.device
-            integers, floats = (getattr(self._padding, name).repeat(1, size).to(device) for name in MATRICES)
-            inputs = StepInputs(integers, floats, features, dials)
-            self._steps[key] = self._capture(inputs, lambda: self._run_step(inputs, window))
+            integers, floats = (getattr(self._padding, name).repeat(1, size).to(self.state.device) for name in MATRICES)
+            inputs = replace(self._padding, integers=integers, floats=floats)
+            captured = self._capture(inputs, lambda: self._run_step(inputs, window))
+            if captured is None:
+                return None
+            self._steps[key] = captured
+            if len(self._steps) > MOST_GRAPHS:
+                self._steps.popitem(last=False)
+        self._steps.move_to_end(key)
         return self._steps[key]
 
     @torch.inference_mode()
     def _captured_prefill(self, count: int) -> CapturedGraph[PrefillInputs] | None:
         if count not in self._prefills:
             inputs = PrefillInputs(PrefillInputs.padding(count, self.CHUNK).matrix.to(self.state.device))
-            self._prefills[count] = self._capture(inputs, lambda: self._run_prefill(inputs))
+            captured = self._capture(inputs, lambda: self._run_prefill(inputs))
+            if captured is None:
+                return None
+            self._prefills[count] = captured
         return self._prefills[count]
 
     def _capture(self, inputs: Inputs, work: Callable[[], StepOutputs | None]) -> CapturedGraph[Inputs] | None:
         """Run the work once, so that everything is compiled and loaded, then capture it.
 
-        None if that is not possible, as with experts that are chosen on the host.
+        None if that is not possible: for good, as with experts that are chosen on the host, or for now, when there is
+        not enough memory.
         """
-        if not self._can_capture:
+        if not self._can_capture or time.monotonic() < self._capture_after:
             return None
         with self._compiled.applied(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*TensorFloat32.*")
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                work()
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
             try:
+                stream = torch.cuda.Stream()
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    work()
+                torch.cuda.current_stream().wait_stream(stream)
+                graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=self._pool):
                     outputs = work()
             except RuntimeError as error:
-                self._can_capture = False
-                reason = next(iter(str(error).splitlines()), "")
-                warnings.warn(f"{self.checkpoint.name} cannot be captured and will be slow: {reason}", stacklevel=2)
+                if not self._explain(error):
+                    raise
                 return None
         return CapturedGraph(graph, inputs, outputs)
+
+    def _explain(self, error: RuntimeError) -> bool:
+        """Warn of a capture that failed; False if the error has nothing to do with capturing."""
+        causes: list[BaseException] = [error]
+        while cause := causes[-1].__cause__ or causes[-1].__context__:
+            causes.append(cause)
+        reason = next(iter(str(error).splitlines()), "")
+        if any(isinstance(each, torch.OutOfMemoryError) for each in causes):
+            self._capture_after = time.monotonic() + RETRY_SECONDS
+            advice = "steps are slow without it: give the engine less memory for keys and values"
+            warnings.warn(f"not enough memory to capture a step; {advice}", stacklevel=2)
+            return True
+        if any("captur" in str(each).lower() for each in causes):
+            self._can_capture = False
+            warnings.warn(f"{self.checkpoint.name} cannot be captured and will be slow: {reason}", stacklevel=2)
+            return True
+        return False

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mars.core.grammar import BITS, unpack
 from mars.core.sequence import Sequence
-from mars.engine.step import PADDING_SLOT, StepInputs
-from mars.method.acceptance import Decision, count_tokens
+from mars.engine.step import BIASED, PADDING_SLOT, StepInputs
+from mars.method.acceptance import Decision, kept_tokens
 from mars.method.sampling import bias_tensor
 from mars.method.tensors import send
 from mars.method.windows import Window, WindowBatch, build_windows
@@ -30,12 +30,14 @@ class DeviceState:
         self.drafts_emitted = torch.ones(slots + 1, dtype=torch.bool, device=device)
         self.drafts = torch.zeros(slots + 1, drafts, dtype=torch.long, device=device)
         self.page_table = torch.zeros(slots + 1, pages, dtype=torch.long, device=device)
-        self._seen: Tensor | None = None
-        self._counts: Tensor | None = None
-        self._bias: Tensor | None = None
-        self._biased: set[int] = set()  # slots with a logit bias
-        self._grammar_mask: Tensor | None = None
         self._masked: set[int] = set()  # slots with a grammar mask
+        words = -(-vocabulary // BITS)
+        rows = slots + 1 if device.type == "cuda" else 0  # captured graphs read them: they cannot come later
+        self.counts = torch.zeros(rows, vocabulary, device=device)  # generated tokens, for penalties
+        self.seen = self.counts.bool()  # tokens of the prompt and generated ones
+        self.bias = torch.zeros(rows, vocabulary, device=device)
+        self.grammar = torch.full((rows, drafts + 1, words), -1, dtype=torch.int32, device=device)
+        """Tokens that grammars allow in the next step, as bits"""
 
     @property
     def device(self) -> torch.device:
@@ -54,9 +56,18 @@ class DeviceState:
             slot = each.slot or 0
             if each.sampling.penalises:
                 self.set_token_counts(slot, each.request.prompt, each.tokens[len(each.request.prompt) :])
-            biased = bool(each.sampling.logit_bias)
-            self.set_logit_bias(slot, bias_tensor([each.sampling], self.vocabulary, None)[0] if biased else None)
+            if each.sampling.logit_bias:
+                self._reserve()
+                self.bias[slot] = send(bias_tensor([each.sampling], self.vocabulary, None)[0], self.device)
             self.set_grammar_mask([slot], None)
+
+    def _reserve(self) -> None:
+        """Make room for options that few requests have; on a CPU, when the first of them comes."""
+        missing = self.slots + 1 - len(self.counts)
+        for name in ("counts", "seen", "bias", "grammar") if missing else ():
+            tensor = getattr(self, name)
+            more = torch.full((missing, *tensor.shape[1:]), -1 if name == "grammar" else 0, dtype=tensor.dtype)
+            setattr(self, name, torch.cat([tensor, more]))
 
     def put(self, states: SequenceOf[tuple[int, int, int, SequenceOf[int], bool]]) -> None:
         """Set slot, cursor, last token, drafts and whether these were emitted, in one copy for all of them."""
@@ -77,36 +88,22 @@ class DeviceState:
 
     def set_token_counts(self, slot: int, prompt: SequenceOf[int], generated: SequenceOf[int]) -> None:
         """What a sequence has read and written, for its penalties."""
-        if self._seen is None or self._counts is None:
-            self._counts = torch.zeros(self.slots + 1, self.vocabulary, device=self.device)
-            self._seen = self._counts.bool()
+        self._reserve()
         counts = torch.bincount(torch.tensor(generated, dtype=torch.long), minlength=self.vocabulary)
-        self._counts[slot] = send(counts.float(), self.device)
+        self.counts[slot] = send(counts.float(), self.device)
         seen = torch.bincount(torch.tensor(prompt, dtype=torch.long), minlength=self.vocabulary) + counts > 0
-        self._seen[slot] = send(seen, self.device)
-
-    def set_logit_bias(self, slot: int, bias: Tensor | None) -> None:
-        """What is added to a sequence's logits; None clears what the slot's last sequence had."""
-        if bias is None and slot not in self._biased:
-            return
-        if self._bias is None:
-            self._bias = torch.zeros(self.slots + 1, self.vocabulary, device=self.device)
-        self._bias[slot] = 0.0 if bias is None else send(bias, self.device)
-        (self._biased.discard if bias is None else self._biased.add)(slot)
+        self.seen[slot] = send(seen, self.device)
 
     def set_grammar_mask(self, slots: SequenceOf[int], allowed: Tensor | None) -> None:
         """Tokens that sequences may write in their next step (slots, positions, words), as bits; None: all."""
         if allowed is None and not self._masked.intersection(slots):
             return
-        if self._grammar_mask is None:
-            words = -(-self.vocabulary // BITS)
-            shape = (self.slots + 1, self.drafts.shape[1] + 1, words)
-            self._grammar_mask = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+        self._reserve()
         if allowed is None:
-            self._grammar_mask[slots] = -1
+            self.grammar[slots] = -1
             self._masked.difference_update(slots)
         else:
-            self._grammar_mask[slots, : allowed.shape[1]] = send(allowed, self.device)
+            self.grammar[slots, : allowed.shape[1]] = send(allowed, self.device)
             self._masked.update(slots)
 
     # --- for a step
@@ -124,30 +121,28 @@ class DeviceState:
             masks=inputs.masks,
         )
 
-    def logit_bias(self, slots: Tensor) -> Tensor:
-        if self._bias is None:
-            raise RuntimeError("no sequence with a logit bias has begun")
-        return self._bias[slots]
+    def options(self, inputs: StepInputs, width: int) -> dict[str, Tensor]:
+        """For `decide`: tokens read and written, and those allowed at ``width`` positions, where that matters."""
+        options, slots = dict[str, Tensor](), inputs.slots
+        if inputs.features.penalises:
+            options = {"seen": self.seen[slots], "counts": self.counts[slots]}
+        if inputs.features.grammar:
+            options["allowed"] = unpack(self.grammar[slots, :width], self.vocabulary)
+        return options
 
-    def grammar_mask(self, slots: Tensor, width: int) -> Tensor:
-        """(sequences, width, vocabulary): which tokens are allowed."""
-        if self._grammar_mask is None:
-            raise RuntimeError("no sequence with a grammar has begun")
-        return unpack(self._grammar_mask[slots, :width], self.vocabulary)
-
-    def token_counts(self, slots: Tensor) -> dict[str, Tensor]:
-        """Tokens read and written, for `decide`."""
-        if self._seen is None or self._counts is None:
-            raise RuntimeError("no sequence with penalties has begun")
-        return {"seen": self._seen[slots], "counts": self._counts[slots]}
+    def logit_bias(self, inputs: StepInputs) -> Tensor:
+        """(sequences, vocabulary): none for sequences whose slot had one before."""
+        biased = (inputs.options & BIASED) != 0
+        return torch.where(biased[:, None], self.bias[inputs.slots], 0.0)
 
     def advance(self, inputs: StepInputs, drafts: Tensor, decision: Decision) -> None:
         """Move the cursors over what was accepted, and set up what is fed next."""
         slots, verifies = inputs.slots, inputs.verifies
-        if inputs.features.penalises and self._seen is not None and self._counts is not None:
-            counts = count_tokens(self._counts[slots], drafts, decision)
-            self._counts[slots] = counts
-            self._seen[slots] |= counts > 0
+        if len(self.counts):
+            tokens, stays = kept_tokens(drafts, decision)
+            where = (torch.where(stays, slots[:, None], PADDING_SLOT) * self.vocabulary + tokens).flatten()
+            self.counts.view(-1).scatter_add_(0, where, torch.ones_like(where, dtype=self.counts.dtype))
+            self.seen.view(-1).index_fill_(0, where, True)
         self.cursor[slots] += torch.where(slots == PADDING_SLOT, 0, 1 + decision.accepted)
         self.last[slots] = decision.token
         self.drafts_emitted[slots] = ~verifies

@@ -21,7 +21,7 @@ from mars.engine.runner import Runner
 from mars.engine.scheduler import Schedule, Scheduler
 from mars.engine.step import StepInputs, StepOutputs
 from mars.errors import MarsError
-from mars.method.acceptance import Dial, DialFeatures
+from mars.method.acceptance import Dial
 from mars.method.windows import Window
 from mars.models.checkpoint import Checkpoint
 
@@ -87,8 +87,8 @@ class Engine:
         cache = PagedCache(shapes, num_pages, page_size, checkpoint.device)
         self._runner = runner(checkpoint, self._state, cache, self.block_size)
         self._costs = StepCosts(self._runner)
-        self._default_groups = self.block_size if on_gpu else 1  # on a GPU, width costs little
-        self.policy = WindowPolicy(self.block_size, self._default_groups, cost or self._costs)
+        default_groups = self.block_size if on_gpu else 1  # on a GPU, width costs little
+        self.policy = WindowPolicy(self.block_size, default_groups, cost or self._costs)
         self.scheduler = Scheduler(
             Pages(num_pages, page_size),
             max_num_seqs=max_num_seqs,
@@ -173,7 +173,8 @@ class Engine:
         if not sequences:
             return
         ahead = self._async_steps and self._host_seconds < math.inf
-        window = self.policy.choose(sequences, self._host_seconds if ahead else 0.0)
+        chosen = self.policy.choose(sequences, self._host_seconds if ahead else 0.0)
+        window = self._runner.fitting(len(sequences), chosen)
         self._set_grammar_masks(sequences, window)
         longest = max(each.cursor for each in sequences) + len(self._in_flight) * self.block_size + window.width
         batch = [(each, each.admissions, each.dial) for each in sequences]
@@ -229,29 +230,11 @@ class Engine:
 
     # --- before the first request, and in between
 
-    def warm_up(
-        self, num_seqs: int | None = None, *, dials: SequenceOf[Dial] = (), sampled: bool = False
-    ) -> Iterator[tuple[int, int]]:
-        """Get ready for up to so many sequences, all by default, as far as that can be done ahead of time.
-
-        Beside ``one-token`` and ``exact``, for these ``dials``; ``sampled``: also for requests with a temperature.
-        Yields how much is done, and of how much.
-        """
+    def warm_up(self, num_seqs: int | None = None) -> Iterator[tuple[int, int]]:
+        """Get ready for up to so many sequences, all by default; yields how much is done, and of how much."""
         if isinstance(self._runner, GraphRunner):
             most = min(num_seqs or self.max_num_seqs, self.max_num_seqs)
-            lossy = self._lossy_steps(dials)
-            yield from self._runner.warm_up(most, self._prefill_tokens, self._costs.measure, lossy, sampled=sampled)
-
-    def _lossy_steps(self, dials: SequenceOf[Dial]) -> list[tuple[Window, DialFeatures]]:
-        """Steps that these dials need besides: their own windows, and those of sequences that turn to them or back."""
-        tree, chain = (Window.of(groups, self.block_size) for groups in (self._default_groups, 1))
-        steps = {(Window(drafts=self.block_size - 1), DialFeatures()): None} if self.block_size > 1 else {}
-        for dial in dials:
-            if dial.is_lossy:
-                features = DialFeatures.of([dial])
-                steps |= {(tree, features): None}  # also for drafts that were made before the dial was turned
-                steps |= {} if dial.verifies else {(chain, features): None}
-        return list(steps)
+            yield from self._runner.warm_up(most, self._prefill_tokens, self._costs.measure)
 
     def clear_prefix_cache(self) -> None:
         self.scheduler.pages.clear_prefix_cache()

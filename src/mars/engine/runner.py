@@ -51,7 +51,11 @@ class Runner:
         """Dispatch one step of every sequence; no window ends behind ``longest``. The state moves on with it."""
         integers, floats = (send(each, self.state.device) for each in (inputs.integers, inputs.floats))
         sent = StepInputs(integers, floats, inputs.features, inputs.dial_features)
-        return self._run_step(sent, window, longest).to_host(len(inputs))
+        return self._run_step(sent, window, longest).to_host(len(inputs), logprobs=inputs.features.logprobs)
+
+    def fitting(self, num_seqs: int, window: Window) -> Window:  # noqa: ARG002, the same for any number here
+        """The window that a step of so many sequences has which needs at least this one."""
+        return window
 
     # --- cost
 
@@ -101,7 +105,7 @@ class Runner:
     def _decide(self, inputs: StepInputs, windows: WindowBatch, logits: Tensor) -> StepOutputs:
         """What the sequences emit, and the state after it."""
         state, slots, features = self.state, inputs.slots, inputs.features
-        bias = self._bias + state.logit_bias(slots) if features.biases else self._bias
+        bias = self._bias + state.logit_bias(inputs) if features.biases else self._bias
         decision = decide(
             windows,
             logits,
@@ -109,12 +113,10 @@ class Runner:
             inputs.sampling(bias, self._ends),
             positions=state.cursor[slots],
             emitted=state.drafts_emitted[slots],
-            allowed=state.grammar_mask(slots, windows.drafts.shape[1] + 1) if features.grammar else None,
-            **(state.token_counts(slots) if features.penalises else {}),
+            **state.options(inputs, windows.drafts.shape[1] + 1),
         )
         state.advance(inputs, windows.drafts, decision)
-        known = logprobs(windows, logits, decision, self._bias) if features.logprobs else None
-        return StepOutputs.of(decision, known)
+        return StepOutputs.of(decision, logprobs(windows, logits, decision, self._bias) if features.logprobs else None)
 
     def _attention(
         self,

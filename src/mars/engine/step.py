@@ -14,8 +14,11 @@ from mars.method.acceptance import MEASURES, Decision, Dial, DialFeatures, DialT
 from mars.method.sampling import Features, SamplingParams, SamplingTensors
 
 PADDING_SLOT = 0  # batches are filled up with this slot of the device state; nothing reads what it holds.
-INTEGERS = ("slot", "verifies", "groups", "masks", "measure", *SamplingTensors.INTEGERS)
+INTEGERS = ("slot", "verifies", "groups", "masks", "measure", "options", *SamplingTensors.INTEGERS)
 FLOATS = ("tolerance", "trust", *SamplingTensors.FLOATS)
+
+
+BIASED, GRAMMAR, LOGPROBS = 1, 2, 4  # what a sequence needs that no other value tells: bits of its ``options``
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,12 @@ class StepInputs:
             grammar=any(each.matcher is not None for each in sequences),
         )
         columns = [
-            _column(each.slot or PADDING_SLOT, each.dial, each.sampling, count, each.request.block_size, vocabulary)
+            _column(
+                *(each.slot or PADDING_SLOT, each.dial, each.sampling, count, each.request.block_size, vocabulary),
+                BIASED * bool(each.sampling.logit_bias)
+                + GRAMMAR * (each.matcher is not None)
+                + LOGPROBS * (each.request.logprobs is not None),
+            )
             for each, count in zip(sequences, groups, strict=True)
         ]
         return cls(*_matrices(columns), features, DialFeatures.of([each.dial for each in sequences]))
@@ -67,11 +75,15 @@ class StepInputs:
         return self.integers[3]
 
     @property
+    def options(self) -> Tensor:
+        return self.integers[5]
+
+    @property
     def dials(self) -> DialTensors:
         return DialTensors(self.floats[0], self.floats[1], self.integers[4], self.dial_features)
 
     def sampling(self, bias: Tensor, ends: Tensor) -> SamplingTensors:
-        named = dict(zip(SamplingTensors.INTEGERS, self.integers[5:].unbind(), strict=True))
+        named = dict(zip(SamplingTensors.INTEGERS, self.integers[6:].unbind(), strict=True))
         named |= dict(zip(SamplingTensors.FLOATS, self.floats[2:].unbind(), strict=True))
         return SamplingTensors(**named, bias=bias, features=self.features, ends=ends)
 
@@ -79,10 +91,12 @@ class StepInputs:
 Column = tuple[list[int], list[float]]
 
 
-def _column(slot: int, dial: Dial, sampling: SamplingParams, groups: int, block_size: int, vocabulary: int) -> Column:
+def _column(
+    slot: int, dial: Dial, sampling: SamplingParams, groups: int, block_size: int, vocabulary: int, options: int = 0
+) -> Column:
     masks = block_size - 1 if dial.uses_masks else 0
-    integers = [slot, int(dial.verifies), groups, masks, MEASURES.index(dial.measure), *sampling.integers(vocabulary)]
-    return integers, [dial.tolerance, dial.trust, *sampling.floats()]
+    integers = [slot, int(dial.verifies), groups, masks, MEASURES.index(dial.measure), options]
+    return [*integers, *sampling.integers(vocabulary)], [dial.tolerance, dial.trust, *sampling.floats()]
 
 
 def _matrices(columns: SequenceOf[Column]) -> tuple[Tensor, Tensor]:
@@ -102,26 +116,22 @@ class StepOutputs:
     arrived: torch.cuda.Event | None = None  # when the tensors are on the host, if they are on their way
 
     @classmethod
-    def of(cls, decision: Decision, logprobs: tuple[Tensor, Tensor, Tensor] | None) -> StepOutputs:
+    def of(cls, decision: Decision, logprobs: tuple[Tensor, Tensor] | None) -> StepOutputs:
         """``logprobs``: what `mars.method.acceptance.logprobs` found, if some sequence wants them."""
         scalars = [decision.accepted, decision.trusted, decision.draft_count, decision.token]
         decisions = torch.cat([torch.stack(scalars, 1), decision.agrees, decision.drafts], 1)
-        if logprobs is None:
-            return cls(decisions, decision.agrees.shape[1])
-        chosen, ids, top = logprobs
-        return cls(decisions, decision.agrees.shape[1], torch.cat([chosen[:, :, None], top], 2), ids)
+        return cls(decisions, decision.agrees.shape[1], *(logprobs or ()))
 
-    def to_host(self, count: int) -> StepOutputs:
-        """Start copying the first ``count`` rows to the host; `results` waits until they are there."""
+    def to_host(self, count: int, *, logprobs: bool) -> StepOutputs:
+        """Start copying the first ``count`` rows to the host, `results` waits for them; ``logprobs``: these as well."""
         if not self.decisions.is_cuda:
             return self
-        logprobs, top_ids = (
-            None if each is None else _pinned_copy(each[:count]) for each in (self.logprobs, self.top_ids)
-        )
+        known = (self.logprobs, self.top_ids)
+        values, ids = (None if each is None or not logprobs else _pinned_copy(each[:count]) for each in known)
         decisions = _pinned_copy(self.decisions[:count])
         arrived = torch.cuda.Event()
         arrived.record()
-        return StepOutputs(decisions, self.drafts, logprobs, top_ids, arrived)
+        return StepOutputs(decisions, self.drafts, values, ids, arrived)
 
     def wait(self) -> None:
         if self.arrived is not None:

@@ -77,7 +77,7 @@ class _Bench:
             with load_vllm(self._checkpoint, self._source, largest, self._length, **options) as llm:
                 self._measure_dials(lambda name: with_vllm(llm, model, name))
         else:
-            model.warm_up(self._bar, dials=[split_dial(each)[0] for each in self._plan.dials])
+            model.warm_up(self._bar)
             self._measure_dials(lambda name: with_dial(model, *split_dial(name)))
 
     def _measure_dials(self, decoder_of: Callable[[str], Decoder]) -> None:

@@ -120,7 +120,7 @@ def evaluate(model: Model, plan: EvalPlan, bar: Progress) -> dict[str, Any]:
 def _open_engine(model: Model, plan: EvalPlan, bar: Progress) -> Iterator[Generate]:
     """The function that answers requests, without the help of prompts cached earlier."""
     if plan.engine == "mars":
-        model.warm_up(bar, dials=[split_dial(each)[0] for each in plan.dials])
+        model.warm_up(bar)
 
         def run(requests: Sequence[Request]) -> Generator[tuple[int, RequestOutput], None, None]:
             model.engine(requests[0].block_size).clear_prefix_cache()

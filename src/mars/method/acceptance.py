@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -141,6 +141,49 @@ class Decision:
     trusted: Tensor  # (sequences,): how many of them, from the left, are emitted unchecked
 
 
+class Choices(Protocol):
+    """Reads tokens off the logits of a forward.
+
+    ``rows`` (sequences, n) say which logits, ``at`` (sequences, n) at which positions of the text the tokens stand.
+    """
+
+    def verify(self, rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        """At each verified position: what the AR model writes there, and is the draft good enough for the dial?"""
+        ...
+
+    def predict(self, rows: Tensor, at: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each mask behind the accepted drafts: its token, and is it sure enough to be emitted unchecked?"""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsChoices:
+    """`Choices` in plain PyTorch: what is not among the features of ``dials`` and ``sampling`` is not computed."""
+
+    logits: Tensor  # (tokens, vocabulary)
+    drafts: Tensor
+    dials: DialTensors
+    sampling: SamplingTensors
+    history: tuple[Tensor, ...]  # tokens seen and counted at each verified position, if there are penalties
+    allowed: Tensor | None
+
+    def verify(self, rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        adjusted = self.sampling.ban_early_end(self.sampling.adjust(self.logits[rows], *self.history), at)
+        if self.allowed is not None:
+            adjusted = torch.where(self.allowed, adjusted, -torch.inf)
+        scores = self.sampling.scores(adjusted)
+        tolerated = torch.zeros_like(self.drafts, dtype=torch.bool)
+        if self.dials.features.relaxes:
+            tolerated = within_tolerance(adjusted[:, :-1], scores[:, :-1], self.drafts, self.dials.tolerance)
+        return self.sampling.sample(scores, at), tolerated
+
+    def predict(self, rows: Tensor, at: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
+        history = (_behind(tokens, accepted)[:, None] for tokens in self.history)
+        adjusted = self.sampling.ban_early_end(self.sampling.adjust(self.logits[rows], *history), at)
+        confident = confidence(adjusted, self.dials) >= self.dials.trust[:, None]
+        return self.sampling.sample(self.sampling.scores(adjusted), at), confident
+
+
 def decide(
     windows: WindowBatch,
     logits: Tensor,
@@ -153,38 +196,33 @@ def decide(
     counts: Tensor | None = None,
     allowed: Tensor | None = None,
 ) -> Decision:
+    """`decide_by` what the logits (tokens, vocabulary) of all windows say.
+
+    ``seen`` and ``counts`` (sequences, vocabulary) are the tokens up to the last one. ``allowed`` (sequences, most
+    drafts + 1, vocabulary) has the tokens that a grammar allows at the verified positions; masks are free.
+    """
+    history = _along_drafts(windows.drafts, seen, counts)
+    choices = LogitsChoices(logits, windows.drafts, dials, sampling, history, allowed)
+    return decide_by(choices, windows, positions, emitted)
+
+
+def decide_by(choices: Choices, windows: WindowBatch, positions: Tensor, emitted: Tensor) -> Decision:
     """Verify the drafts of each sequence, sample the AR token behind the accepted ones, and read the masks after it.
 
-    ``logits`` (tokens, vocabulary) are those of all windows, ``positions`` (sequences,) those of the last tokens.
-    ``emitted`` (sequences,) says whose drafts were emitted already and are therefore accepted. ``seen`` and ``counts``
-    (sequences, vocabulary) are the tokens up to the last one. ``allowed`` (sequences, most drafts + 1, vocabulary) has
-    the tokens that a grammar allows at the verified positions; masks are free.
+    ``positions`` (sequences,) are those of the last tokens. ``emitted`` (sequences,) says whose drafts were emitted
+    already and are therefore accepted.
     """
     drafts = windows.drafts
     steps = torch.arange(drafts.shape[1] + 1, device=drafts.device)
-    history = _along_drafts(drafts, seen, counts)
-    at = positions[:, None] + 1 + steps
-    adjusted = sampling.ban_early_end(sampling.adjust(windows.verified_logits(logits), *history), at)
-    if allowed is not None:
-        adjusted = torch.where(allowed, adjusted, -torch.inf)
-    scores = sampling.scores(adjusted)
-    choices = sampling.sample(scores, at)  # what the AR model writes if the drafts before are accepted
-
+    chosen, tolerated = choices.verify(windows.verified_rows(), positions[:, None] + 1 + steps)
     real = steps[:-1] < windows.draft_count[:, None]
-    agrees = real & (drafts == choices[:, :-1])
-    passes = agrees
-    if dials.features.relaxes:
-        passes = agrees | (real & within_tolerance(adjusted[:, :-1], scores[:, :-1], drafts, dials.tolerance))
-    accepted = torch.where(emitted, windows.draft_count, leading(passes))
-    token = choices.gather(1, accepted[:, None])[:, 0]
+    agrees = real & (drafts == chosen[:, :-1])
+    accepted = torch.where(emitted, windows.draft_count, leading(agrees | (real & tolerated)))
+    token = chosen.gather(1, accepted[:, None])[:, 0]
 
-    adjusted, draft_count = windows.mask_logits(logits, accepted)
+    rows, draft_count = windows.mask_rows(accepted)
     ahead = torch.arange(windows.masks, device=drafts.device)
-    at = (positions + accepted)[:, None] + 2 + ahead
-    adjusted = sampling.adjust(adjusted, *(_behind(tokens, accepted)[:, None] for tokens in history))
-    adjusted = sampling.ban_early_end(adjusted, at)
-    predicted = sampling.sample(sampling.scores(adjusted), at)
-    confident = confidence(adjusted, dials) >= dials.trust[:, None]
+    predicted, confident = choices.predict(rows, (positions + accepted)[:, None] + 2 + ahead, accepted)
     trusted = leading(confident & (ahead < draft_count[:, None]))
     return Decision(accepted, agrees, token, predicted, draft_count, trusted)
 
@@ -192,18 +230,17 @@ def decide(
 TOP_LOGPROBS = 20  # most alternatives whose log-probabilities are reported for a token
 
 
-def logprobs(windows: WindowBatch, logits: Tensor, decision: Decision, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """At each verified position: log-probability of the token accepted or sampled there, the top tokens, and theirs.
+def logprobs(windows: WindowBatch, logits: Tensor, decision: Decision, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """At each verified position: log-probabilities of the token accepted or sampled there and of the top tokens.
 
     They are the model's own, before temperature, penalties and bias; ``bias`` (1, vocabulary) takes the mask token out.
-    (sequences, most drafts + 1), then twice (sequences, most drafts + 1, `TOP_LOGPROBS` or the vocabulary).
+    (sequences, most drafts + 1, 1 + top) and, which tokens these are, (sequences, most drafts + 1, top), where top is
+    `TOP_LOGPROBS` or the vocabulary.
     """
-    log_p = (windows.verified_logits(logits).float() + bias[:, None]).log_softmax(2)
-    steps = torch.arange(windows.drafts.shape[1] + 1, device=logits.device)
-    padded = torch.cat([windows.drafts, decision.token[:, None]], 1)
-    tokens = torch.where(steps < decision.accepted[:, None], padded, decision.token[:, None])
+    log_p = (logits[windows.verified_rows()].float() + bias[:, None]).log_softmax(2)
+    tokens = written_tokens(windows.drafts, decision)
     top, ids = log_p.topk(min(TOP_LOGPROBS, log_p.shape[2]), dim=2)
-    return _at(log_p, tokens), ids, top
+    return torch.cat([_at(log_p, tokens)[:, :, None], top], 2), ids
 
 
 def within_tolerance(adjusted: Tensor, scores: Tensor, drafts: Tensor, tolerance: Tensor) -> Tensor:
@@ -241,12 +278,17 @@ def _margin(log_p: Tensor) -> Tensor:
 _MEASURE = {"probability": _top_probability, "entropy": _certainty, "margin": _margin}
 
 
-def count_tokens(counts: Tensor, drafts: Tensor, decision: Decision) -> Tensor:
-    """Counts (sequences, vocabulary) of generated tokens, with the accepted drafts and the token after them added."""
-    steps = torch.arange(drafts.shape[1], device=drafts.device)
+def kept_tokens(drafts: Tensor, decision: Decision) -> tuple[Tensor, Tensor]:
+    """(sequences, most drafts + 1): drafts and the token after them, and which of these the text keeps."""
+    steps = torch.arange(drafts.shape[1] + 1, device=drafts.device)
     tokens = torch.cat([drafts, decision.token[:, None]], 1)
-    stays = torch.cat([steps < decision.accepted[:, None], torch.ones_like(decision.token[:, None])], 1)
-    return counts.scatter_add(1, tokens, stays.to(counts.dtype))
+    return tokens, (steps < decision.accepted[:, None]) | (steps == drafts.shape[1])
+
+
+def written_tokens(drafts: Tensor, decision: Decision) -> Tensor:
+    """(sequences, most drafts + 1): what was accepted or sampled at each verified position, as far as it counts."""
+    tokens, stays = kept_tokens(drafts, decision)
+    return torch.where(stays, tokens, decision.token[:, None])
 
 
 def leading(flags: Tensor) -> Tensor:

@@ -81,17 +81,17 @@ class WindowBatch:
     masks: int  # masks in the largest group
     starts: Tensor  # (sequences,): the row of each window's first token among the logits of all windows
 
-    def verified_logits(self, logits: Tensor) -> Tensor:
-        """Of logits (tokens, vocabulary), those that verify the drafts and yield the token after them."""
-        steps = torch.arange(self.drafts.shape[1] + 1, device=logits.device)
-        return logits[self.starts[:, None] + torch.minimum(steps, self.draft_count[:, None])]
+    def verified_rows(self) -> Tensor:
+        """(sequences, most drafts + 1): rows of the logits that verify the drafts and yield the token after them."""
+        steps = torch.arange(self.drafts.shape[1] + 1, device=self.drafts.device)
+        return self.starts[:, None] + torch.minimum(steps, self.draft_count[:, None])
 
-    def mask_logits(self, logits: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits (sequences, masks, vocabulary) of the group behind ``accepted`` drafts, and how many are real."""
+    def mask_rows(self, accepted: Tensor) -> tuple[Tensor, Tensor]:
+        """(sequences, masks): rows of the group behind ``accepted`` drafts, and how many of them are real."""
         start = self.groups.gather(1, accepted[:, None])
         count = torch.where(start[:, 0] == NO_GROUP, 0, self.mask_count)
-        steps = torch.arange(self.masks, device=logits.device)
-        return logits[self.starts[:, None] + torch.where(steps < count[:, None], start + steps, 0)], count
+        steps = torch.arange(self.masks, device=self.drafts.device)
+        return self.starts[:, None] + torch.where(steps < count[:, None], start + steps, 0), count
 
 
 def build_windows(

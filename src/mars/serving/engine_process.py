@@ -6,13 +6,11 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Literal
 
 from mars.core.grammar import grammar_compiler
 from mars.core.sequence import Sequence
 from mars.engine import Engine
 from mars.errors import MarsError
-from mars.method.acceptance import Dial
 from mars.models import load_checkpoint
 from mars.serving import messages
 
@@ -33,9 +31,6 @@ class EngineOptions:
     max_num_seqs: int = 64
     memory: int | float | None = None
     max_waiting: int | None = None  # more than so many besides those that run are refused by the server
-    warm_up: Literal["all", "greedy"] = "all"  # what a GPU is made ready for before the first request comes
-    dials: tuple[Dial, ...] = (Dial("relaxed", 0.5), Dial("threshold", 0.9))
-    """And for which dials besides exact: one of each kind, since they will be turned"""
 
 
 def main(connection: Connection, options: EngineOptions) -> None:
@@ -57,8 +52,7 @@ class EngineProcess:
             grammar_compiler(checkpoint)
         self._connection = connection
         self._engine = Engine(checkpoint, max_num_seqs=options.max_num_seqs, memory=options.memory)
-        dials = options.dials if checkpoint.settings else ()
-        for done, total in self._engine.warm_up(dials=dials, sampled=options.warm_up == "all"):
+        for done, total in self._engine.warm_up():
             self._send(messages.WarmingUp(done, total))
         self._sequences: dict[int, Sequence] = {}  # in progress, by request
         self._sent: dict[int, int] = {}  # forwards that the server has been told of, by request

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import uvicorn
 from rich.console import Console
@@ -47,7 +46,6 @@ class Serving:
     target: Target
     log_level: str
     log_prompts: bool
-    warm_up: Literal["all", "greedy"]
 
 
 def run(serving: Serving) -> None:
@@ -79,8 +77,6 @@ async def _serve(serving: Serving, rules: Rules) -> None:
             max_num_seqs=serving.max_num_seqs,
             memory=serving.memory,
             max_waiting=serving.max_waiting,
-            warm_up=serving.warm_up,
-            dials=tuple({*EngineOptions("").dials, *filter(None, (serving.dial, serving.floor))}),
         )
     )
     if serving.dial is not None:

@@ -1,0 +1,147 @@
+"""The sampling kernel against `LogitsChoices` in plain PyTorch, in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mars import SamplingParams
+from mars.core.grammar import unpack
+from mars.core.request import Request
+from mars.core.sequence import Sequence
+from mars.engine.device_state import DeviceState
+from mars.engine.step import GRAMMAR, StepInputs, StepOutputs
+from mars.method.acceptance import Decision, Dial, decide, decide_by, logprobs, written_tokens
+from mars.method.sampling import bias_tensor, token_mask
+from mars.method.windows import Window, WindowBatch
+
+pytest.importorskip("triton")
+from mars.engine.kernels.sampling import KernelChoices
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ENDS = (3, 4)
+DRAFTS = 3
+KINDS = {
+    "greedy": {},
+    "temperature": {"temperature": 0.7},
+    "top_k": {"temperature": 1.3, "top_k": 5},
+    "top_p": {"temperature": 1.0, "top_p": 0.6},
+    "top_k and top_p": {"temperature": 2.0, "top_k": 40, "top_p": 0.9},
+    "min_p": {"temperature": 1.5, "min_p": 0.1},
+    "all of them": {"temperature": 1.0, "top_k": 30, "top_p": 0.8, "min_p": 0.02},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.7},
+    "penalties and sampling": {"temperature": 0.9, "frequency_penalty": 1.5, "top_p": 0.95},
+    "bias": {"logit_bias": {5: 4.0, 7: -100.0, 11: 2.5}},
+    "min_position": {"min_position": 12},
+}
+DIALS = ["exact", "one-token", "relaxed=0.3", "relaxed=0.05", "threshold=0.02", "threshold:entropy=0.02"]
+DIALS += ["threshold:margin=0.005"]
+
+
+def sequences(vocabulary: int) -> list[Sequence]:
+    """Every kind of sampling, each with some dial; every third one with logprobs."""
+    made = []
+    for index, options in enumerate(KINDS.values()):
+        params = SamplingParams(**options, seed=index)  # type: ignore[arg-type]
+        dial = Dial.parse(DIALS[index % len(DIALS)])
+        prompt = [random.randrange(vocabulary) for _ in range(5)]
+        request = Request(prompt, dial, params, block_size=4, logprobs=20 if index % 3 == 0 else None)
+        sequence = Sequence(request, dial, params, 99, frozenset(ENDS), None, None, [*prompt, 2, 3, 5])  # type: ignore[arg-type]
+        sequence.slot, sequence.cursor = index + 1, 7
+        sequence.drafts = [random.randrange(vocabulary) for _ in range(index % (DRAFTS + 1))]
+        sequence.drafts_emitted = index % 5 == 4
+        made.append(sequence)
+    return made
+
+
+def step(vocabulary: int, dtype: torch.dtype) -> tuple[WindowBatch, torch.Tensor, StepInputs, DeviceState]:
+    """Windows with logits, some of them equal, that make the drafts likely."""
+    random.seed(vocabulary)
+    torch.manual_seed(vocabulary)
+    batch = sequences(vocabulary)
+    state = DeviceState(len(batch), DRAFTS, 4, vocabulary, DEVICE)
+    state._reserve()
+    state.begin(batch)
+    inputs = StepInputs.of(batch, [4] * len(batch), vocabulary)
+    inputs = StepInputs(inputs.integers.to(DEVICE), inputs.floats.to(DEVICE), inputs.features, inputs.dial_features)
+    windows = state.windows(Window.of(4, 4), inputs, 1)
+    logits = (torch.randn(windows.tokens.numel(), vocabulary, device=DEVICE) * 3).to(dtype)
+    rows = windows.verified_rows()[:, :-1]
+    likely = logits[rows].amax(2) - torch.rand(rows.shape, device=DEVICE).to(dtype)
+    logits[rows[:, :, None], windows.drafts[:, :, None]] = likely[:, :, None]
+    return windows, logits, inputs, state
+
+
+def by_torch(
+    windows: WindowBatch, logits: torch.Tensor, inputs: StepInputs, state: DeviceState, allowed: torch.Tensor
+) -> tuple[Decision, torch.Tensor, torch.Tensor]:
+    vocabulary = logits.shape[1]
+    banned = bias_tensor([SamplingParams()], vocabulary, 1).to(DEVICE)
+    sampling = inputs.sampling(banned + state.logit_bias(inputs), token_mask(ENDS, vocabulary).to(DEVICE))
+    where = {"positions": state.cursor[inputs.slots], "emitted": state.drafts_emitted[inputs.slots]}
+    history = {"seen": state.seen[inputs.slots], "counts": state.counts[inputs.slots]}
+    decision = decide(windows, logits, inputs.dials, sampling, **where, **history, allowed=allowed)
+    return decision, *logprobs(windows, logits, decision, banned)
+
+
+LARGE = [] if DEVICE.type == "cpu" else [5003, 49152, 151936]  # the interpreter is slow
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("vocabulary", [50, 300, *LARGE])
+def test_the_kernel_decides_as_pytorch_does(vocabulary: int, dtype: torch.dtype) -> None:
+    windows, logits, inputs, state = step(vocabulary, dtype)
+    state.grammar.random_(-(2**31), 2**31 - 1)
+    inputs.options[2:6] |= GRAMMAR
+    allowed = unpack(state.grammar[inputs.slots], vocabulary)
+    allowed[(inputs.options & GRAMMAR) == 0] = True
+    expected, values, ids = by_torch(windows, logits, inputs, state, allowed)
+    choices = KernelChoices(logits, windows.drafts, inputs, state, token_mask(ENDS, vocabulary).to(DEVICE), 1)
+    found = decide_by(choices, windows, state.cursor[inputs.slots], state.drafts_emitted[inputs.slots])
+    for name in ("accepted", "agrees", "token", "draft_count", "trusted"):
+        torch.testing.assert_close(
+            getattr(found, name), getattr(expected, name), msg=lambda text, n=name: f"{n} {text}"
+        )
+    ahead = torch.arange(found.drafts.shape[1], device=DEVICE) < found.draft_count[:, None]
+    assert torch.equal(found.drafts[ahead], expected.drafts[ahead])
+    known, found_ids = choices.logprobs(windows.verified_rows(), written_tokens(windows.drafts, found))
+    for index in range(0, len(inputs), 3):
+        torch.testing.assert_close(known[index], values[index], atol=1e-4, rtol=1e-4)
+        scores = logits.float()[windows.verified_rows()[index]]
+        assert torch.equal(scores.gather(1, found_ids[index]), scores.gather(1, ids[index]))  # equal ones in any order
+    assert StepOutputs.of(found, (known, found_ids)).decisions.shape[0] == len(inputs)
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from mars.engine.kernels import sampling
+
+long = ("rows", "at", "drafts", "accepted", "slots", "integers", "tokens_out", "chosen", "ids_out")
+types = dict.fromkeys(long, "*i64")
+types |= dict.fromkeys(("bias", "counts", "values_out"), "*fp32") | dict.fromkeys(("seen", "ends", "passes_out"), "*i1")
+types |= {"logits": "*bf16", "floats": "*fp64", "grammar": "*i32", "banned": "i32", "columns": "i32"}
+shared = {"VOCABULARY": 49152, "BLOCK": 4096, "COUNT": 4}
+rows = sampling.rows_read() | {"MOST_DRAFTS": 3, "POSITIONS": 4}
+for kernel, constants in (
+    (sampling._choose, {**shared, **rows, "VERIFIES": True}),
+    (sampling._choose, {**shared, **rows, "VERIFIES": False}),
+    (sampling._logprobs, {**shared, "TOP": 20, "OPTIONS": rows["OPTIONS"]}),
+):
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, values)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+"""
+
+
+def test_the_kernels_compile_for_a_gpu() -> None:
+    """Without one: interpreted, a kernel may do what it cannot do when compiled."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", COMPILE], env=environment, check=True, timeout=300)
