@@ -127,7 +127,7 @@ long = ("rows", "at", "drafts", "accepted", "slots", "integers", "tokens_out", "
 types = dict.fromkeys(long, "*i64")
 types |= dict.fromkeys(("bias", "counts", "values_out"), "*fp32") | dict.fromkeys(("seen", "ends", "passes_out"), "*i1")
 types |= {"logits": "*bf16", "floats": "*fp64", "grammar": "*i32", "banned": "i32", "columns": "i32"}
-shared = {"VOCABULARY": 49152, "BLOCK": 4096, "COUNT": 4}
+shared = {"VOCABULARY": 49152, "BLOCK": 8192, "COUNT": 4}
 rows = sampling.rows_read() | {"MOST_DRAFTS": 3, "POSITIONS": 4}
 for kernel, constants in (
     (sampling._choose, {**shared, **rows, "VERIFIES": True}),
@@ -137,7 +137,7 @@ for kernel, constants in (
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, values)
-    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16}).asm["cubin"]
 """
 
 

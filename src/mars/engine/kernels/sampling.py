@@ -21,7 +21,7 @@ READ = (  # what the kernel reads of a step's inputs
     *("measure", "options", "top_k", "seed", "min_position", "tolerance", "trust", "temperature", "top_p", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
-BLOCK = 4096  # logits that a program reads at a time
+BLOCK, WARPS = 8192, 16  # logits that a program reads at a time, and the warps that share them
 GOLDEN: tl.constexpr = tl.constexpr(-0x61C8864680B583EB)  # 0x9E3779B97F4A7C15 and the next two as signed numbers
 FIRST: tl.constexpr = tl.constexpr(-0x40A7B892E31B1A47)
 SECOND: tl.constexpr = tl.constexpr(-0x6B2FB644ECCEEE15)
@@ -379,4 +379,5 @@ class KernelChoices:
 
     def _sizes(self) -> dict[str, int]:
         vocabulary = self.logits.shape[1]
-        return {"VOCABULARY": vocabulary, "BLOCK": min(BLOCK, max(128, triton.next_power_of_2(vocabulary)))}
+        block = min(BLOCK, max(128, triton.next_power_of_2(vocabulary)))
+        return {"VOCABULARY": vocabulary, "BLOCK": block, "num_warps": WARPS}
