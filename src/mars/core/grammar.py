@@ -45,6 +45,8 @@ def lark_grammar(rules: str) -> str:
 class GrammarError(MarsError):
     """A grammar that cannot be compiled, or not be followed any further."""
 
+    param: str | None = None  # where it came from, as far as that is known
+
 
 class GrammarCompiler:
     """Compiles grammars for the tokens of a model, each text once. Several threads may use it at once."""

@@ -152,24 +152,28 @@ class Engine:
         if isinstance(error, torch.AcceleratorError):
             raise error
         log.error("a request has failed", exc_info=error)
-        if not sequence.is_finished:
-            sequence.output.finish("error", error_text(error))
-        self.scheduler.remove(sequence)
-        self._failed.append(sequence)
+        self._end_failed(sequence, error)
 
     def fail_running(self, error: Exception) -> None:
         """After an error in a step that no sequence can be blamed for: end all that run, and keep those that wait.
 
         Raises if the engine cannot go on.
         """
-        if isinstance(error, torch.AcceleratorError):
+        if isinstance(error, torch.AcceleratorError) or not self.scheduler.running:
             raise error
+        log.error("a step has failed", exc_info=error)
         self._in_flight.clear()
         self._inputs = None
         for sequence in list(self.scheduler.running):
-            self.fail(sequence, error)
+            self._end_failed(sequence, error)
         self.clear_prefix_cache()  # it may name pages that the step was to fill
         self.check()
+
+    def _end_failed(self, sequence: Sequence, error: Exception) -> None:
+        if not sequence.is_finished:
+            sequence.output.finish("error", error_text(error))
+        self.scheduler.remove(sequence)
+        self._failed.append(sequence)
 
     def set_dial(self, dial: Dial) -> None:
         """Turn the dial of all requests that have none of their own, those in progress included."""
