@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from mars import MarsError, SamplingParams
-from mars.core.grammar import lark_grammar
+from mars.core.grammar import grammar_compiler, lark_grammar
 from mars.core.output import RequestOutput
 from mars.core.request import Request
 from mars.core.sequence import Sequence
@@ -28,7 +29,7 @@ from mars.method.windows import Window, parse_window
 from mars.models import Checkpoint
 from mars.models.attention import own_attention
 from mars.reference import Decoder
-from tests.conftest import END, FAMILIES, MASK, tiny_checkpoint
+from tests.conftest import END, FAMILIES, MASK, VOCABULARY, tiny_checkpoint
 
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 PAGE = 4
@@ -177,7 +178,8 @@ def test_turning_the_dial_midway_is_turning_it_in_the_plain_decoder(request_, tu
     for steps, dial in [*turns, (1000, DIALS[0])]:
         for _ in range(steps):
             if not ours.is_finished:
-                mine.step()
+                while not mine.step():  # its grammar may not be ready yet
+                    pass
                 oracle.step()
                 assert ours.output.token_ids == theirs.output.token_ids
         for each in (ours, theirs):
@@ -414,3 +416,93 @@ def test_logprobs_are_the_models_own(dial: str) -> None:
             assert [logprob for _, logprob in likely.top] == pytest.approx(best.tolist(), abs=1e-4)
     with pytest.raises(MarsError, match="logprobs"):
         mine.add_request(replace(request, dial=Dial.parse("threshold=0.5")))
+
+
+# --- what goes wrong in one request stays there
+
+AMBIGUOUS = lark_grammar(
+    f"start: s\ns: {' | '.join(f'x{i}' for i in range(40))} | s s | /[a-j]/\n"
+    + "\n".join(f"x{i}: s s | /[a-j]/ | x{(i + 1) % 40} s" for i in range(40))
+)
+"""After some ten tokens it has more readings than llguidance follows"""
+
+
+def broken(*_: object) -> None:
+    raise ZeroDivisionError("broken")
+
+
+@pytest.mark.parametrize("where", ["process", "begin", "masks"])
+@pytest.mark.parametrize("async_steps", [0, 1])
+def test_an_error_of_one_sequence_ends_that_one_alone(where: str, async_steps: int, caplog) -> None:
+    mine = engine(async_steps=async_steps)
+    others = [mine.add_request(ask(start)) for start in range(2)]
+    bad = mine.add_request(ask(7, grammar=pattern("[a-e]{3,20}j?")))
+    if where == "process":
+        bad.matcher.advance = broken
+    elif where == "masks":
+        bad.matcher.check = broken
+    else:
+        bad.sampling = replace(bad.sampling, logit_bias={VOCABULARY: 1.0})
+    others.append(mine.add_request(ask(3)))
+    told = {each for _ in range(200) for each in mine.step()}
+    assert bad in told and bad.output.finish_reason == "error"
+    assert ("logit_bias" if where == "begin" else "ZeroDivisionError: broken") in bad.output.error
+    assert "Traceback" in caplog.text
+    assert [each.output.token_ids for each in others] == [plain(each.request).token_ids for each in others]
+    mine.check()
+    assert mine.num_running == mine.num_waiting == mine.scheduler.pages.used == 0
+
+
+def test_a_grammar_beyond_the_limits_of_llguidance_is_an_error() -> None:
+    mine = engine()
+    other = ask(2, length=20)
+    bad, good = finish(mine, [ask(1, length=100, grammar=AMBIGUOUS), other])
+    assert bad.finish_reason == "error" and "Current row has" in bad.error and bad.num_tokens > 1
+    assert good.token_ids == plain(other).token_ids and good.error is None
+
+
+@pytest.mark.parametrize("async_steps", [0, 1])
+def test_an_error_that_nobody_can_be_blamed_for_ends_those_that_run(async_steps: int, monkeypatch) -> None:
+    mine = engine(num_seqs=2, async_steps=async_steps)
+    prompt = list(range(9)) * 5
+    sequences = [mine.add_request(Request([*prompt, start], Dial("exact"), block_size=4)) for start in range(4)]
+    with monkeypatch.context() as patched:
+        patched.setattr(mine._runner, "prefill", broken)
+        with pytest.raises(ZeroDivisionError) as raised:
+            mine.step()
+    mine.fail_running(raised.value)
+    failed = [each for each in sequences if each.is_finished]
+    assert failed and {each.output.finish_reason for each in failed} == {"error"}
+    assert failed == [each for each in mine.step() if each in failed]
+    while mine.num_running + mine.num_waiting:
+        mine.step()
+    for each in sequences:  # nobody shares pages that were never filled
+        assert each in failed or each.output.token_ids == plain(each.request).token_ids
+    assert len(failed) < 4
+
+
+def test_a_fault_of_the_device_ends_the_engine() -> None:
+    mine = engine()
+    mine.add_request(ask())
+    mine.step()
+    with pytest.raises(torch.AcceleratorError):
+        mine.fail_running(torch.AcceleratorError("illegal memory access"))
+
+
+def test_a_slow_grammar_does_not_stall_the_others(monkeypatch) -> None:
+    """Its masks are computed in a thread, and it is left out of steps until they are there."""
+    mine, request = engine(), ask(1, grammar=pattern("[a-e]{3,20}j?"))
+    compiler, gate = grammar_compiler(mine.checkpoint), Event()
+    compute = compiler.masks
+    monkeypatch.setattr(compiler, "masks", lambda *text: gate.wait(60) and compute(*text))
+    slow, aborted, other = mine.add_request(request), mine.add_request(request), mine.add_request(ask(2))
+    while not other.is_finished:
+        mine.step()
+    mine.abort(aborted)
+    mine.check()
+    assert slow.output.num_tokens == 0 and mine.step() == []
+    gate.set()
+    while not slow.is_finished:
+        mine.step()
+    assert slow.output.token_ids == plain(request).token_ids
+    mine.check()

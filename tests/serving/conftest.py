@@ -122,6 +122,10 @@ def process_at(address: str) -> psutil.Process:
     return found
 
 
-def kill_engine(address: str) -> None:
+def engine_at(address: str) -> psutil.Process:
     [engine] = [each for each in process_at(address).children() if "spawn_main" in " ".join(each.cmdline())]
-    engine.kill()
+    return engine
+
+
+def kill_engine(address: str) -> None:
+    engine_at(address).kill()

@@ -11,7 +11,7 @@ import httpx2 as httpx
 import pytest
 
 from mars import cli
-from tests.serving.conftest import MODEL, Address, serving, until
+from tests.serving.conftest import MODEL, Address, engine_at, serving, until
 
 ASK = {"model": MODEL, "messages": [{"role": "user", "content": "abcabcabc"}], "max_tokens": 8, "temperature": 0}
 
@@ -96,3 +96,17 @@ def test_options_that_make_no_sense(letters: Path, options: list[str], message: 
     with pytest.raises(SystemExit) as error:
         cli.main()
     assert error.value.code and message in capsys.readouterr().err
+
+
+def test_a_stopped_engine_is_noticed_and_started_again(letters: Path) -> None:
+    """As a hung one is: within ten seconds, and whoever waits for it gets an error."""
+    with serving(model=letters) as address, httpx.Client(base_url=address, timeout=60) as http:
+        first = engine_at(address)
+        first.suspend()
+        stopped = time.monotonic()
+        lost = http.post("/v1/chat/completions", json=ASK)
+        assert lost.status_code == 503 and "does not answer" in lost.json()["error"]["message"]
+        assert http.get("/health").status_code == 503 and time.monotonic() - stopped < 10
+        until(lambda: http.get("/health").status_code == 200, 60)
+        assert engine_at(address).pid != first.pid and not first.is_running()
+        assert http.post("/v1/chat/completions", json=ASK).status_code == 200

@@ -7,8 +7,10 @@ draft against the grammar is never what the AR model chooses there, and is rejec
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,8 @@ from mars.errors import MarsError
 WHITESPACE = r"[ \n\t]{0,20}"
 """Between the parts of a JSON text; without a limit, small models write blanks without end"""
 BITS = 32
+CACHED_GRAMMARS = 64
+CACHED_CHARACTERS = 8 * 2**20  # of their texts; what is compiled takes some ten times as much memory
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
@@ -38,8 +42,14 @@ def lark_grammar(rules: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": rules}]})
 
 
+class GrammarError(MarsError):
+    """A grammar that cannot be compiled, or not be followed any further."""
+
+    param: str | None = None  # where it came from, as far as that is known
+
+
 class GrammarCompiler:
-    """Compiles grammars for the tokens of a model."""
+    """Compiles grammars for the tokens of a model, each text once. Several threads may use it at once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, end_tokens: Collection[int]) -> None:
         try:
@@ -53,12 +63,30 @@ class GrammarCompiler:
             raise MarsError(f"grammars cannot be used with this model's tokenizer: {error}") from error
         self.vocabulary = vocabulary
         self.executor = llguidance.LLExecutor()
+        self._compiled: OrderedDict[str, Any] = OrderedDict()  # the least recently used first
+        self._lock = Lock()
 
     def matcher(self, grammar: str) -> GrammarMatcher:
         """Raises if the grammar cannot be compiled."""
         import llguidance
 
-        return GrammarMatcher(llguidance.LLMatcher(self.tokens, grammar, log_level=0))
+        with self._lock:
+            compiled = self._compiled.get(grammar)
+        if compiled is None:
+            compiled = llguidance.LLMatcher(self.tokens, grammar, log_level=0)
+            GrammarMatcher(compiled)  # raises if it is none
+        with self._lock:
+            self._compiled[grammar] = compiled
+            self._compiled.move_to_end(grammar)
+            while len(self._compiled) > CACHED_GRAMMARS or sum(map(len, self._compiled)) > CACHED_CHARACTERS:
+                self._compiled.popitem(last=False)
+            return GrammarMatcher(compiled.deep_copy())
+
+    def masks(self, matcher: GrammarMatcher, drafts: Sequence[int]) -> Tensor:
+        """(1 + drafts, words): what `allowed` says of one text. Raises where llguidance gives up."""
+        masks = self.allowed([(matcher, drafts)], 1 + len(drafts))[0]
+        matcher.check()
+        return masks
 
     def allowed(self, texts: Sequence[tuple[GrammarMatcher, Sequence[int]]], width: int) -> Tensor:
         """(texts, width, words): the tokens that each text allows next, and after each of its drafts, as bits.
@@ -90,12 +118,17 @@ class GrammarMatcher:
 
     def __init__(self, matcher: Any) -> None:
         self.matcher = matcher
-        if matcher.is_error():
-            raise MarsError(f"the grammar cannot be followed: {matcher.get_error().splitlines()[0]}")
+        self.check()
 
-    def advance(self, tokens: Sequence[int]) -> bool:
-        """The text goes on with these tokens; False where the grammar grows beyond llguidance's limits."""
-        return bool(self.matcher.consume_tokens(list(tokens)))
+    def check(self) -> None:
+        """Raise if llguidance has given up, as it does when a grammar grows beyond its limits."""
+        if self.matcher.is_error():
+            raise GrammarError(f"the grammar cannot be followed: {self.matcher.get_error().splitlines()[0]}")
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """The text goes on with these tokens."""
+        self.matcher.consume_tokens(list(tokens))
+        self.check()
 
 
 def unpack(words: Tensor, vocabulary: int) -> Tensor:

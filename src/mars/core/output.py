@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 REPLACEMENT = "\ufffd"  # what a tokenizer writes for bytes that are not a whole character yet
 
 
@@ -37,6 +37,7 @@ class RequestOutput:
     verdicts: list[int] = field(default_factory=list)  # for how many tokens each forward has revealed that
     logprobs: list[Logprob] = field(default_factory=list)  # one per token, if they were asked for
     finish_reason: FinishReason | None = None
+    error: str | None = None  # what went wrong, where the reason is "error"
     dial: str = ""
     times: list[float] = field(default_factory=list)
     """When each forward's tokens came, in seconds since the request was made"""
@@ -59,8 +60,8 @@ class RequestOutput:
             getattr(self, name).extend(getattr(later, name))
         self.times += [time.perf_counter() - self.started] * later.forwards
 
-    def finish(self, reason: FinishReason) -> None:
-        self.finish_reason = reason
+    def finish(self, reason: FinishReason, error: str | None = None) -> None:
+        self.finish_reason, self.error = reason, error
         self.seconds = time.perf_counter() - self.started
 
     def since(self, forwards: int) -> RequestOutput:
@@ -70,7 +71,7 @@ class RequestOutput:
         agrees = self.agrees[len(self.agrees) - sum(verdicts) :]
         logprobs = self.logprobs[start:]
         return RequestOutput(
-            self.request_id, self.token_ids[start:], steps, agrees, verdicts, logprobs, self.finish_reason
+            self.request_id, self.token_ids[start:], steps, agrees, verdicts, logprobs, self.finish_reason, self.error
         )
 
     def cut(self, forwards: int, tokens: int) -> None:
@@ -139,6 +140,7 @@ class RequestOutput:
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
             "finish_reason": self.finish_reason,
+            "error": self.error,
             "dial": self.dial,
         }
 

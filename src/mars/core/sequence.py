@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
+
+from torch import Tensor
 
 from mars.core.grammar import GrammarMatcher, grammar_compiler
 from mars.core.output import Logprob, RequestOutput
@@ -43,6 +46,7 @@ class Sequence:
     slot: int | None = None  # its index in the device state; None while it waits
     admissions: int = 0  # how often it was given a slot: results of an earlier admission do not count any more
     awaits_result: bool = False  # its grammar must see the result of its last step before the next one
+    masks: Future[Tensor] | None = None  # what its grammar allows in the next step; another thread computes it
     trusts_masks: bool = False  # did the last step dispatched for it emit predictions of masks unchecked?
     pages: list[int] = field(default_factory=list)
     cached_pages: int = 0  # how many of its pages are full and in the prefix cache
@@ -79,6 +83,12 @@ class Sequence:
         return self.cursor == len(self.tokens) - 1
 
     @property
+    def can_decode(self) -> bool:
+        """Is all there that its next decoding step needs?"""
+        has_masks = self.matcher is None or (self.masks is not None and self.masks.done())
+        return self.is_prefilled and has_masks and not self.awaits_result
+
+    @property
     def room(self) -> int:
         """How many tokens may still be generated."""
         return self.max_tokens - self.output.num_tokens
@@ -102,8 +112,8 @@ class Sequence:
             emitted = accepted
             verified = (min(len(self.drafts), len(agrees)), count) if self.drafts else None
         self.emit(emitted + predicted[:trusted], [*agrees[:count], True], logprobs)
-        if self.matcher is not None and not self.is_finished and not self.matcher.advance(accepted):
-            self.output.finish("length")  # the grammar has grown beyond llguidance's limits
+        if self.matcher is not None and not self.is_finished:
+            self.matcher.advance(accepted)
         self.awaits_result = False
         self.tokens += accepted
         self.cursor = len(self.tokens) - 1

@@ -1,7 +1,7 @@
 """The engine: continuous batching over a paged cache, with windows of one shape per step."""
 
-from mars.engine.engine import Engine, memory_for
+from mars.engine.engine import Engine, error_text, memory_for
 from mars.engine.run import run
 from mars.engine.scheduler import QueueFullError
 
-__all__ = ["Engine", "QueueFullError", "memory_for", "run"]
+__all__ = ["Engine", "QueueFullError", "error_text", "memory_for", "run"]

@@ -1,15 +1,19 @@
 """The engine: requests in, tokens out, many at a time. A step is schedule, run, process output."""
 
+import logging
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from mars.core.grammar import grammar_compiler
+from mars.core.grammar import BITS, grammar_compiler
 from mars.core.request import Request, default_dial
 from mars.core.sequence import Sequence
 from mars.engine.cache import PagedCache, layer_shapes
@@ -28,7 +32,12 @@ from mars.models.checkpoint import Checkpoint
 PAGE_SIZE = 16
 CPU_MEMORY = 2 * 2**30
 GPU_SHARE = 0.5
+MASK_SECONDS = 0.002
+"""How long a step waits for grammar masks that were begun since the last one: nearly all take less. A sequence whose
+masks take longer is left out of steps until they are there."""
+IDLE_SECONDS = 0.01  # how long a step waits that has nothing to do until some masks are there
 
+log = logging.getLogger("mars.engine")
 
 Batch = list[tuple[Sequence, int, Dial]]
 """The sequences of a step, with the number of their admission and their dial at that time"""
@@ -99,6 +108,9 @@ class Engine:
         )
         self._prefill_tokens = prefill_tokens
         self._in_flight: deque[InFlightStep] = deque()
+        self._failed: list[Sequence] = []  # since the last step
+        self._fresh_masks: list[Future[Tensor]] = []  # begun in the last step
+        self._mask_threads = ThreadPoolExecutor(max(2, min(16, os.cpu_count() or 1)), "grammar-masks")
         self._inputs: tuple[Batch, StepInputs] | None = None
         self._host_seconds = math.inf  # what a step took lately besides waiting for the device
 
@@ -124,12 +136,44 @@ class Engine:
         if sequence.request.dial is None:
             sequence.set_dial(self.dial)  # it may have been turned since
         self.scheduler.add(sequence, priority)
+        self._start_masks(sequence)
 
     def abort(self, sequence: Sequence) -> None:
         """End a request at once, if it is not finished; its output keeps what has come out so far."""
         if not sequence.is_finished:
             sequence.output.finish("abort")
         self.scheduler.remove(sequence)
+
+    def fail(self, sequence: Sequence, error: Exception) -> None:
+        """End a request that has run into an error: its output tells which, and the others go on.
+
+        An error of the device is raised again: after one, the device is of no use to this process.
+        """
+        if isinstance(error, torch.AcceleratorError):
+            raise error
+        log.error("a request has failed", exc_info=error)
+        self._end_failed(sequence, error)
+
+    def fail_running(self, error: Exception) -> None:
+        """After an error in a step that no sequence can be blamed for: end all that run, and keep those that wait.
+
+        Raises if the engine cannot go on.
+        """
+        if isinstance(error, torch.AcceleratorError) or not self.scheduler.running:
+            raise error
+        log.error("a step has failed", exc_info=error)
+        self._in_flight.clear()
+        self._inputs = None
+        for sequence in list(self.scheduler.running):
+            self._end_failed(sequence, error)
+        self.clear_prefix_cache()  # it may name pages that the step was to fill
+        self.check()
+
+    def _end_failed(self, sequence: Sequence, error: Exception) -> None:
+        if not sequence.is_finished:
+            sequence.output.finish("error", error_text(error))
+        self.scheduler.remove(sequence)
+        self._failed.append(sequence)
 
     def set_dial(self, dial: Dial) -> None:
         """Turn the dial of all requests that have none of their own, those in progress included."""
@@ -151,8 +195,9 @@ class Engine:
     def step(self) -> list[Sequence]:
         """Prefill a part of the prompts, then let every sequence that has its prompt cached decode.
 
-        Returns the sequences that have emitted tokens.
+        Returns the sequences that have emitted tokens or failed. After an exception, call `fail_running`.
         """
+        self._await_masks()
         started, waited, moved = time.perf_counter(), 0.0, list[Sequence]()
         while (schedule := self.scheduler.schedule(len(self._in_flight))) is None:
             waited += self._process_output(moved)
@@ -160,7 +205,9 @@ class Engine:
         while len(self._in_flight) > (self._async_steps if schedule.decode else 0):
             waited += self._process_output(moved)
         self._host_seconds = min(time.perf_counter() - started - waited, self._host_seconds * 1.05)
-        return moved
+        self._start_masks(*self.scheduler.running)
+        failed, self._failed = self._failed, []
+        return moved + failed
 
     def _run(self, schedule: Schedule) -> None:
         """Dispatch a step to the device, which need not have finished the one before."""
@@ -168,14 +215,13 @@ class Engine:
             self._state.set_pages(schedule.page_updates)
         if schedule.prefill:
             self._runner.prefill(schedule.prefill)
-        self._state.begin(schedule.begin)
-        sequences = schedule.decode
+        self._begin(schedule.begin)
+        sequences = self._take_masks(schedule.decode)
         if not sequences:
             return
         ahead = self._async_steps and self._host_seconds < math.inf
         chosen = self.policy.choose(sequences, self._host_seconds if ahead else 0.0)
         window = self._runner.fitting(len(sequences), chosen)
-        self._set_grammar_masks(sequences, window)
         longest = max(each.cursor for each in sequences) + len(self._in_flight) * self.block_size + window.width
         batch = [(each, each.admissions, each.dial) for each in sequences]
         outputs = self._runner.step(self._step_inputs(batch), window, longest)
@@ -198,7 +244,12 @@ class Engine:
         for (sequence, admission, dial), result in zip(step.batch, results, strict=True):
             if sequence.slot is None or sequence.admissions != admission:
                 continue
-            if verified_now := sequence.process(result, dial):
+            try:
+                verified_now = sequence.process(result, dial)
+            except Exception as error:
+                self.fail(sequence, error)
+                continue
+            if verified_now:
                 verified = verified_now
                 self.policy.acceptance.observe(*verified)
             self.scheduler.cache_pages(sequence)
@@ -217,16 +268,60 @@ class Engine:
             self._inputs = batch, StepInputs.of(sequences, groups, self.checkpoint.vocabulary)
         return self._inputs[1]
 
-    def _set_grammar_masks(self, sequences: SequenceOf[Sequence], window: Window) -> None:
-        """Tell the device what the grammars of sequences allow them."""
-        held = [(each, each.matcher) for each in sequences if each.matcher is not None]
-        if not held:
-            return
-        texts = [(matcher, each.drafts) for each, matcher in held]
-        allowed = grammar_compiler(self.checkpoint).allowed(texts, window.verified)
-        self._state.set_grammar_mask([each.slot or 0 for each, _ in held], allowed)
-        for sequence, _ in held:
-            sequence.awaits_result = True
+    def _begin(self, sequences: SequenceOf[Sequence]) -> None:
+        """Put new sequences into their slots; if that fails, one by one to see whose fault it is."""
+        try:
+            self._state.begin(sequences)
+        except Exception:
+            for each in sequences:
+                try:
+                    self._state.begin([each])
+                except Exception as error:
+                    self.fail(each, error)
+
+    # --- grammars
+
+    def _start_masks(self, *sequences: Sequence) -> None:
+        """Have threads compute what grammars allow next.
+
+        A matcher is touched by one thread at a time: `Sequence.process` only after the step that has taken the masks.
+        """
+        for each in sequences:
+            if each.matcher is not None and each.masks is None and not each.awaits_result:
+                compiler = grammar_compiler(self.checkpoint)
+                each.masks = self._mask_threads.submit(compiler.masks, each.matcher, list(each.drafts))
+                self._fresh_masks.append(each.masks)
+
+    def _await_masks(self) -> None:
+        """Wait a moment for masks that were begun in the last step; if there is nothing else to do, for some masks."""
+        if self._fresh_masks:
+            wait(self._fresh_masks, MASK_SECONDS)
+            self._fresh_masks = []
+        running = self.scheduler.running
+        if not self._in_flight and not any(each.can_decode or not each.is_prefilled for each in running):
+            wait([each.masks for each in running if each.masks is not None], IDLE_SECONDS, FIRST_COMPLETED)
+
+    def _take_masks(self, sequences: SequenceOf[Sequence]) -> list[Sequence]:
+        """Tell the device what grammars allow; returns the sequences that can decode, which is all but failed ones."""
+        words = -(-self.checkpoint.vocabulary // BITS)
+        slots, masks, able = list[int](), list[Tensor](), list[Sequence]()
+        for each in sequences:
+            if each.slot is None:
+                continue  # it failed when it began
+            if each.masks is not None:
+                try:
+                    known = each.masks.result()
+                except Exception as error:
+                    self.fail(each, error)
+                    continue
+                unknown = torch.full((self.block_size - len(known), words), -1, dtype=known.dtype)  # beyond the drafts
+                slots.append(each.slot)
+                masks.append(torch.cat([known, unknown]))
+                each.masks, each.awaits_result = None, True
+            able.append(each)
+        if masks:
+            self._state.set_grammar_mask(slots, torch.stack(masks))
+        return able
 
     # --- before the first request, and in between
 
@@ -242,6 +337,10 @@ class Engine:
     def check(self) -> None:
         """Raise if a page of the cache or a slot is lost."""
         self.scheduler.check()
+
+
+def error_text(error: Exception) -> str:
+    return str(error) if isinstance(error, MarsError) else f"{type(error).__name__}: {error}"
 
 
 def _bytes(memory: int | float | None, device: torch.device) -> int:

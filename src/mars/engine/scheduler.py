@@ -98,7 +98,7 @@ class Scheduler:
                 prefill.append((sequence.slot, start, sequence.tokens[start : start + size]))
                 sequence.cursor += size
                 self.cache_pages(sequence)
-        decode = [each for each in self.running if each.is_prefilled and not each.awaits_result]
+        decode = [each for each in self.running if each.can_decode]
         begin = [each for each in decode if each in self._new] if self._new else []
         self._new.difference_update(begin)
         updates, self._page_updates = self._page_updates, {}

@@ -10,7 +10,7 @@ import pickle
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from itertools import count
 from multiprocessing.connection import Connection
 
@@ -24,10 +24,20 @@ from mars.serving import engine_process, messages
 log = logging.getLogger("mars.serving")
 RESTART_SECONDS = 1.0  # before the engine's process is started again
 STOP_SECONDS = 5.0
+TICK_SECONDS = 1.0  # between two looks at whether the engine shows signs of life
+SILENT_TICKS = 6
+"""After so many looks without a message the engine is taken for hung. Looks, not seconds: a server that was held up
+itself must not blame the engine"""
+STEP_SECONDS = 300.0  # and after so long a step
+UNREAD_BYTES = 64 * 2**20  # that the engine has not read: no more requests are sent to it then
 
 
 class EngineGoneError(MarsError):
     """The engine's process has died; it is being started again."""
+
+
+class RequestFailedError(MarsError):
+    """The engine could not finish a request, which nobody else is affected by."""
 
 
 class RequestStream:
@@ -69,6 +79,9 @@ class RequestStream:
         received, self._received = self._received, []
         for each in received:
             self.output.extend(each)
+            if each.finish_reason == "error":
+                self.output.finish("error", each.error)
+                raise RequestFailedError(f"the request has failed: {each.error}")
             self.processor.update()
             if self.is_finished:
                 self._on_stop(self)
@@ -84,8 +97,10 @@ class EngineClient:
         self._options = options
         self._request_ids = count()
         self._streams: dict[int, RequestStream] = {}
+        self._closing: set[int] = set()  # requests that were aborted, and that the engine may still have
         self._writer: asyncio.StreamWriter | None = None
-        self._receiving: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._silent_ticks = 0
         self._process: multiprocessing.process.BaseProcess | None = None
         self._is_stopping = False
         self._changed = asyncio.Event()
@@ -109,7 +124,7 @@ class EngineClient:
         )
         self._process.start()
         theirs.close()
-        self._receiving = self._loop.create_task(self._receive_all(ours))
+        self._tasks = [self._loop.create_task(self._receive_all(ours))]
 
     async def ready(self) -> None:
         """Wait until the model is loaded; raises if that fails the first time."""
@@ -121,8 +136,9 @@ class EngineClient:
 
     async def stop(self) -> None:
         self._is_stopping = True
-        if self._receiving is not None:
-            self._receiving.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._writer is not None:
             self._writer.close()
         if self._process is not None:
@@ -138,29 +154,50 @@ class EngineClient:
                 if size == -1:
                     (size,) = struct.unpack("!Q", await reader.readexactly(8))
                 self._receive(pickle.loads(await reader.readexactly(size)))
+                self._silent_ticks = 0
         except (asyncio.IncompleteReadError, OSError):
-            self._writer.close()
-            if self._process is not None:
-                self._process.kill()  # without a connection it is of no use
-            self._lost()
+            self._lost("the engine's process has ended")
+        except Exception as error:
+            log.exception("the engine's messages cannot be read")
+            self._lost(f"the engine's messages cannot be read: {type(error).__name__}")
 
-    def _lost(self) -> None:
-        """The process has ended: fail what was running, and start anew."""
+    async def _watch(self) -> None:
+        """Take the engine for hung when it shows no signs of life."""
+        self._silent_ticks = 0
+        while self._silent_ticks < SILENT_TICKS:
+            await asyncio.sleep(TICK_SECONDS)
+            self._silent_ticks += 1
+        self._lost("the engine does not answer")
+
+    def _lost(self, reason: str) -> None:
+        """The engine is gone or of no use: end its process, fail what was running, and start anew."""
         self.is_ready = False
-        self.failure = self.failure or "the engine's process has ended"
+        self.failure = self.failure or reason
         log.error("engine lost: %s", self.failure)
         self._changed.set()
-        for stream in list(self._streams.values()):
+        for task in self._tasks:
+            task.cancel()
+        if self._writer is not None:
+            self._writer.transport.abort()
+        if self._process is not None:
+            self._process.kill()  # also if it is stopped
+        for stream in self._streams.values():
             stream.fail(EngineGoneError(f"{self.failure}; it is being started again: try again in a moment"))
         self._streams.clear()
+        self._closing.clear()
         self.load = messages.EngineLoad()
         if self.model is not None:  # it worked before
             self.restarts += 1
             self._loop.call_later(RESTART_SECONDS, self._restart)
 
     def _restart(self) -> None:
-        if not self._is_stopping:
+        if self._is_stopping:
+            return
+        try:
             self.start()
+        except OSError:
+            log.exception("the engine's process cannot be started")
+            self._loop.call_later(RESTART_SECONDS, self._restart)
 
     def _receive(self, message: messages.FromEngine) -> None:
         match message:
@@ -168,24 +205,38 @@ class EngineClient:
                 self.model, self.is_ready, self.failure = message, True, None
                 if self._dial is not None:
                     self._send(messages.SetDial(self._dial))
+                self._tasks.append(self._loop.create_task(self._watch()))
                 self._changed.set()
-            case messages.RequestRefused(request_id, reason):
-                if stream := self._streams.pop(request_id, None):
-                    stream.fail(MarsError(reason))
+            case messages.RequestRefused(request_id, error):
+                if stream := self._forget(request_id):
+                    stream.fail(error)
+            case messages.RequestClosed(request_id):
+                self._forget(request_id)
             case messages.EngineOutputs(outputs, load):
                 self.load = load
                 for output in outputs:
                     self._hand_out(output)
+            case messages.Heartbeat(step_seconds):
+                if step_seconds > STEP_SECONDS:
+                    self._lost(f"a step of the engine has taken more than {STEP_SECONDS:.0f} seconds")
             case messages.EngineFailed(reason):
-                self.failure = reason
+                self._lost(reason)
         for listener in self.listeners:
-            listener(message)
+            try:
+                listener(message)
+            except Exception:
+                log.exception("a listener to the engine has failed")
 
     def _hand_out(self, output: RequestOutput) -> None:
         if stream := self._streams.get(output.request_id):
             stream.put(output)
-            if output.finish_reason is not None:
-                del self._streams[output.request_id]
+        if output.finish_reason is not None:
+            self._forget(output.request_id)
+
+    def _forget(self, request_id: int) -> RequestStream | None:
+        """The engine has nothing of this request any more."""
+        self._closing.discard(request_id)
+        return self._streams.pop(request_id, None)
 
     @property
     def longest_wait(self) -> float:
@@ -213,22 +264,35 @@ class EngineClient:
             return self._dial
         return Dial("one-token") if self.model is None else default_dial(self.model)
 
-    def add_request(self, request: Request) -> RequestStream:
-        if not self.is_ready or self.model is None:
+    @property
+    def num_open(self) -> int:
+        """Requests that the engine may have, those included that were aborted and that it has not closed yet"""
+        return len(self._streams) + len(self._closing)
+
+    def add_requests(self, requests: Sequence[Request]) -> list[RequestStream]:
+        """The choices of one prompt: they differ in how they sample alone."""
+        if not self.is_ready or self.model is None or self._writer is None:
             raise EngineGoneError("the engine is not ready: try again in a moment")
-        request.validate(self.model)
-        if len(self._streams) >= self.capacity:
-            raise QueueFullError(f"{len(self._streams)} requests are running or waiting already: try again later")
-        stream = RequestStream(request, self.model, self.dial, self.abort)
-        stream.output.request_id = next(self._request_ids)
-        self._streams[stream.output.request_id] = stream
-        self._send(messages.AddRequest(stream.output.request_id, request))
-        return stream
+        requests[0].validate(self.model)
+        if self.num_open + len(requests) > self.capacity:
+            raise QueueFullError(f"{self.num_open} requests are running or waiting already: try again later")
+        if self._writer.transport.get_write_buffer_size() > UNREAD_BYTES:
+            raise QueueFullError("the engine has not read all requests yet: try again later")
+        streams = {}
+        for request in requests:
+            request_id = next(self._request_ids)
+            streams[request_id] = stream = RequestStream(request, self.model, self.dial, self.abort)
+            stream.output.request_id = request_id
+        self._streams |= streams
+        self._send(messages.AddRequests({number: each.request for number, each in streams.items()}))
+        return list(streams.values())
 
     def abort(self, stream: RequestStream) -> None:
         """End the request in the engine at once, if it is still there."""
-        if self._streams.pop(stream.output.request_id, None) is not None:
-            self._send(messages.AbortRequest(stream.output.request_id))
+        request_id = stream.output.request_id
+        if self._streams.pop(request_id, None) is not None:
+            self._closing.add(request_id)
+            self._send(messages.AbortRequest(request_id))
 
     def set_dial(self, dial: Dial) -> None:
         self._dial = dial

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 
 from mars.engine import QueueFullError
 from mars.errors import MarsError
-from mars.serving.engine_client import EngineGoneError
+from mars.serving.engine_client import EngineGoneError, RequestFailedError
 
 RETRY_SECONDS = "1"
 
@@ -71,7 +71,9 @@ def to_api_error(error: MarsError) -> ApiError:
         return ApiError(
             503, str(error), "service_unavailable", code="engine_gone", headers={"Retry-After": RETRY_SECONDS}
         )
-    return ApiError(400, str(error))
+    if isinstance(error, RequestFailedError):
+        return ApiError(500, str(error), "server_error", code="request_failed")
+    return ApiError(400, str(error), param=getattr(error, "param", None), code=getattr(error, "code", None))
 
 
 def from_validation(errors: list[dict[str, Any]]) -> ApiError:

@@ -6,6 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mars.core.output import RequestOutput
 from mars.core.request import Request
+from mars.errors import MarsError
 from mars.method.acceptance import Dial
 from mars.models.settings import Settings
 
@@ -13,13 +14,16 @@ from mars.models.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
-class AddRequest:
-    request_id: int
-    request: Request
+class AddRequests:
+    """The choices of one prompt, by id. In one message, so that what they share is sent once."""
+
+    requests: dict[int, Request]
 
 
 @dataclass(frozen=True, slots=True)
 class AbortRequest:
+    """Answered by `RequestClosed` in any case."""
+
     request_id: int
 
 
@@ -60,7 +64,14 @@ class EngineReady:
 @dataclass(frozen=True, slots=True)
 class RequestRefused:
     request_id: int
-    reason: str
+    error: MarsError
+
+
+@dataclass(frozen=True, slots=True)
+class RequestClosed:
+    """The engine has nothing of an aborted request any more."""
+
+    request_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +83,17 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class EngineOutputs:
-    """What requests have emitted since the last message, and how busy the engine is."""
+    """What requests have emitted since the last message, or that they failed, and how busy the engine is."""
 
     outputs: list[RequestOutput]
     load: EngineLoad = field(default_factory=EngineLoad)
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Sent every second by a thread of its own."""
+
+    step_seconds: float  # how long the step that is running has taken so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,5 +101,5 @@ class EngineFailed:
     reason: str
 
 
-ToEngine = AddRequest | AbortRequest | SetDial
-FromEngine = WarmingUp | EngineReady | RequestRefused | EngineOutputs | EngineFailed
+ToEngine = AddRequests | AbortRequest | SetDial
+FromEngine = WarmingUp | EngineReady | RequestRefused | RequestClosed | EngineOutputs | Heartbeat | EngineFailed

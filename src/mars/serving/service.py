@@ -5,13 +5,13 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from mars.core.grammar import grammar_compiler
+from mars.core.grammar import GrammarError
 from mars.core.request import Request as CoreRequest
 from mars.core.request import default_dial, require_masks
 from mars.errors import MarsError
@@ -130,26 +130,20 @@ class Service:
         if most is not None and (limit or 0) > most:
             raise ApiError(400, f"at most {most} new tokens are allowed, not {limit}", param="max_tokens")
         room = self.model.context - len(prompt)
-        streams: list[RequestStream] = []
-        try:
-            for choice in range(asked.n):
-                request = CoreRequest(
-                    prompt,
-                    dial,
-                    asked.sampling(choice),
-                    max_new_tokens=min(limit or most or room, max(1, room)),
-                    stop=asked.stops,
-                    block_size=self.model.block_size,
-                    min_new_tokens=asked.min_tokens,
-                    ignore_end=asked.ignore_eos,
-                    logprobs=asked.alternatives,
-                    grammar=grammar,
-                )
-                streams.append(self.client.add_request(request))
-        except MarsError:
-            self.close_streams(streams)
-            raise
-        return streams
+        first = CoreRequest(
+            prompt,
+            dial,
+            asked.sampling(0),
+            max_new_tokens=min(limit or most or room, max(1, room)),
+            stop=asked.stops,
+            block_size=self.model.block_size,
+            min_new_tokens=asked.min_tokens,
+            ignore_end=asked.ignore_eos,
+            logprobs=asked.alternatives,
+            grammar=grammar,
+        )
+        others = [replace(first, sampling=asked.sampling(choice)) for choice in range(1, asked.n)]
+        return self.client.add_requests([first, *others])
 
     def close_streams(self, streams: Sequence[RequestStream]) -> None:
         """Abort what is not finished, and count all of them."""
@@ -169,11 +163,13 @@ class Service:
         if len(prompts) * asked.n > self.client.capacity:
             raise ApiError(400, f"at most {self.client.capacity} answers can be asked for at once", param="n")
         try:
-            if grammar is not None:  # is it one?
-                await asyncio.to_thread(lambda: grammar_compiler(self.model).matcher(grammar))
             for prompt in prompts:
                 streams += self.submit(asked, prompt, grammar)
             is_there = await _unless_gone(http, streams[0].advance())  # an error up to here has a status of its own
+        except GrammarError as error:
+            error.param = "response_format" if reply.tools is None else "tools"
+            self.close_streams(streams)
+            raise
         except BaseException:
             self.close_streams(streams)
             raise
