@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mars.core.request import ModelInfo
+from mars.core.schema import explain, require_finite
 from mars.errors import MarsError
 
 WHITESPACE = r"[ \n\t]{0,20}"
@@ -25,7 +26,8 @@ BITS = 32
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
-    """JSON texts that a schema allows."""
+    """JSON texts that a schema allows; raises if there can be none."""
+    require_finite(schema)
     return lark_grammar(f"start: {json_rule(schema)}")
 
 
@@ -91,7 +93,7 @@ class GrammarMatcher:
     def __init__(self, matcher: Any) -> None:
         self.matcher = matcher
         if matcher.is_error():
-            raise MarsError(f"the grammar cannot be followed: {matcher.get_error().splitlines()[0]}")
+            raise MarsError(f"the grammar cannot be followed: {explain(matcher.get_error())}", param="grammar")
 
     def advance(self, tokens: Sequence[int]) -> bool:
         """The text goes on with these tokens; False where the grammar grows beyond llguidance's limits."""

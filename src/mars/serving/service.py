@@ -138,7 +138,7 @@ class Service:
                     dial,
                     asked.sampling(choice),
                     max_new_tokens=min(limit or most or room, max(1, room)),
-                    stop=asked.stops,
+                    stop=asked.stop,
                     block_size=self.model.block_size,
                     min_new_tokens=asked.min_tokens,
                     ignore_end=asked.ignore_eos,
@@ -225,11 +225,14 @@ class Service:
                 fresh = stream.processor.pieces[told[index] :]
                 wants_all = stream.is_finished and stream.request.logprobs is not None
                 if any(fresh) or (fresh and wants_all):
-                    chunks.append(reply.text(index, told[index], stream, by_forward=options.include_forwards))
+                    if text := reply.text(index, told[index], stream, by_forward=options.include_forwards):
+                        chunks.append(text)
                     told[index] = stream.output.forwards
                 if stream.is_finished:
                     chunks.append(reply.closing(index, stream.output))
                     going -= 1
+                if options.include_usage:
+                    chunks = [each | {"usage": None} for each in chunks]  # as at OpenAI, in all chunks but the last
                 if going and chunks:
                     yield "".join(map(replies.event, chunks))
                     chunks.clear()
