@@ -381,9 +381,8 @@ def _are_tokens(prompt: Any) -> bool:
 
 
 Tokens = Annotated[list[int], Field(min_length=1)]
-Prompts = (
-    str | Tokens | Annotated[list[str] | list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
-)  # as documented
+Prompts = str | Tokens | Annotated[list[str] | list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
+"""For the document"""
 
 
 class CompletionRequest(BaseCompletionRequest):
