@@ -125,11 +125,13 @@ def test_a_function_that_must_be_called_is(client: openai.OpenAI, choice: object
 
 
 def test_a_streamed_call(client: openai.OpenAI) -> None:
-    """As the client's own accumulator understands it."""
+    """As the client's own accumulator understands it, and without chunks that say nothing."""
     with client.chat.completions.stream(
         model=NAME, messages=OUTSIDE, tools=[WEATHER], tool_choice="required", temperature=0, max_tokens=80
     ) as stream:
+        chunks = [event.chunk.choices[0] for event in stream if event.type == "chunk"]
         final = stream.get_final_completion()
+    assert all(each.delta.model_dump(exclude_none=True) or each.finish_reason for each in chunks)
     (call,) = final.choices[0].message.tool_calls or []
     assert final.choices[0].finish_reason == "tool_calls"
     assert json.loads(call.function.arguments)["unit"] in ("celsius", "fahrenheit")

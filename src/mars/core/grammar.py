@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mars.core.request import ModelInfo
+from mars.core.schema import explain, require_finite
 from mars.errors import MarsError
 
 WHITESPACE = r"[ \n\t]{0,20}"
@@ -29,7 +30,8 @@ CACHED_CHARACTERS = 8 * 2**20  # of their texts; what is compiled takes some ten
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
-    """JSON texts that a schema allows."""
+    """JSON texts that a schema allows; raises if there can be none."""
+    require_finite(schema)
     return lark_grammar(f"start: {json_rule(schema)}")
 
 
@@ -40,12 +42,6 @@ def json_rule(schema: Mapping[str, Any]) -> str:
 
 def lark_grammar(rules: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": rules}]})
-
-
-class GrammarError(MarsError):
-    """A grammar that cannot be compiled, or not be followed any further."""
-
-    param: str | None = None  # where it came from, as far as that is known
 
 
 class GrammarCompiler:
@@ -123,7 +119,7 @@ class GrammarMatcher:
     def check(self) -> None:
         """Raise if llguidance has given up, as it does when a grammar grows beyond its limits."""
         if self.matcher.is_error():
-            raise GrammarError(f"the grammar cannot be followed: {self.matcher.get_error().splitlines()[0]}")
+            raise MarsError(f"the grammar cannot be followed: {explain(self.matcher.get_error())}", param="grammar")
 
     def advance(self, tokens: Sequence[int]) -> None:
         """The text goes on with these tokens."""

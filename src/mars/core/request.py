@@ -13,6 +13,10 @@ from mars.method.sampling import SamplingParams
 from mars.models.settings import Settings
 
 
+class ContextLengthError(MarsError):
+    """A prompt and its answer are longer than the model or the cache can hold."""
+
+
 class ModelInfo(Protocol):
     """What of a model decides whether a request can be served: a loaded checkpoint has it, and so has a server."""
 
@@ -39,7 +43,8 @@ def require_masks(model: ModelInfo, dial: Dial) -> None:
     if dial.uses_masks and model.settings is None:
         raise MarsError(
             f"{model.name} was not trained for MARS, so it decodes one token at a time: "
-            f"use the dial one-token, or train it with `mars train` for {dial}"
+            f"use the dial one-token, or train it with `mars train` for {dial}",
+            param="dial",
         )
 
 
@@ -81,26 +86,37 @@ class Request:
         dial = self.dial or Dial("one-token")
         require_masks(model, dial)
         if not self.prompt:
-            raise MarsError("the prompt is empty: give at least one token")
+            raise MarsError("the prompt is empty: give at least one token", param="prompt")
         if not 0 <= min(self.prompt) <= max(self.prompt) < model.vocabulary:
-            raise MarsError(f"the prompt has tokens outside the vocabulary of {model.vocabulary}")
+            raise MarsError(f"the prompt has tokens outside the vocabulary of {model.vocabulary}", param="prompt")
         if unknown := [token for token in self.sampling.logit_bias if not 0 <= token < model.vocabulary]:
-            raise MarsError(f"logit_bias names token {unknown[0]}, but the vocabulary has {model.vocabulary} tokens")
+            raise MarsError(
+                f"logit_bias names token {unknown[0]}, but the vocabulary has {model.vocabulary} tokens",
+                param="logit_bias",
+            )
         if self.max_new_tokens < 1:
-            raise MarsError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+            raise MarsError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}", param="max_new_tokens")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
-            raise MarsError(f"min_new_tokens must be between 0 and max_new_tokens, not {self.min_new_tokens}")
+            rule = f"min_new_tokens must be between 0 and max_new_tokens, {self.max_new_tokens}"
+            raise MarsError(f"{rule}, not {self.min_new_tokens}", param="min_new_tokens")
         if self.logprobs is not None and not 0 <= self.logprobs <= TOP_LOGPROBS:
-            raise MarsError(f"logprobs must be 0 to {TOP_LOGPROBS}, not {self.logprobs}")
+            raise MarsError(f"logprobs must be 0 to {TOP_LOGPROBS}, not {self.logprobs}", param="logprobs")
         if self.needs_verification and dial.kind == "threshold":
-            raise MarsError(f"logprobs and grammars need the dial one-token, exact or relaxed, not {dial}")
+            raise MarsError(
+                f"logprobs and grammars need the dial one-token, exact or relaxed, not {dial}", param="dial"
+            )
         if self.grammar is not None and (self.min_new_tokens or self.ignore_end):
-            raise MarsError("a grammar says where a text ends: min_new_tokens and ignore_end cannot be used with it")
+            raise MarsError(
+                "a grammar says where a text ends: min_new_tokens and ignore_end cannot be used with it",
+                param="min_new_tokens" if self.min_new_tokens else "ignore_end",
+            )
         least = 2 if dial.uses_masks else 1
         if not isinstance(self.block_size, int) or self.block_size < least:
-            raise MarsError(f"block_size must be at least {least} for the dial {dial}, not {self.block_size}")
+            rule = f"block_size must be at least {least} for the dial {dial}"
+            raise MarsError(f"{rule}, not {self.block_size}", param="block_size")
         if model.context is not None and len(self.prompt) >= model.context:
-            raise MarsError(
+            raise ContextLengthError(
                 f"the prompt has {len(self.prompt)} tokens, but {model.name} holds {model.context} together "
-                "with the answer: shorten the prompt"
+                "with the answer: shorten the prompt",
+                param="prompt",
             )

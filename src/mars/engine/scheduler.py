@@ -8,6 +8,7 @@ import heapq
 from dataclasses import dataclass
 from itertools import count
 
+from mars.core.request import ContextLengthError
 from mars.core.sequence import Sequence
 from mars.engine.pages import NO_PREFIX, Pages
 from mars.errors import MarsError
@@ -65,9 +66,10 @@ class Scheduler:
             raise QueueFullError(f"{len(self.waiting)} requests are waiting already: try again later")
         needs = len(sequence.tokens) + sequence.max_tokens
         if needs > self.max_length:
-            raise MarsError(
+            raise ContextLengthError(
                 f"the request may need {needs} tokens of cache, but there is room for {self.max_length}: "
-                "ask for fewer new tokens, shorten the prompt, or give the engine more memory"
+                "ask for fewer new tokens, shorten the prompt, or give the engine more memory",
+                param="prompt",
             )
         sequence.order = (priority, next(self._arrivals))
         heapq.heappush(self.waiting, sequence)

@@ -42,16 +42,16 @@ class Dial:
     def __post_init__(self) -> None:
         measures = MEASURES if self.kind == "threshold" else MEASURES[:1]
         if self.kind not in get_args(Kind) or self.measure not in measures:
-            raise MarsError(f"unknown dial {self.kind}:{self.measure}: {USAGE}")
+            raise MarsError(f"unknown dial {self.kind}:{self.measure}: {USAGE}", param="dial")
         if self.kind in ("one-token", "exact"):
             if self.value is not None:
-                raise MarsError(f"{self.kind} takes no value: {USAGE}")
+                raise MarsError(f"{self.kind} takes no value: {USAGE}", param="dial")
         elif self.value is None:
-            raise MarsError(f"{self.kind} needs a value: {USAGE}")
+            raise MarsError(f"{self.kind} needs a value: {USAGE}", param="dial")
         elif self.kind == "relaxed" and not 0 < self.value <= 1:
-            raise MarsError(f"relaxed={self.value:g} is out of range: δ must be above 0 and at most 1")
+            raise MarsError(f"relaxed={self.value:g} is out of range: δ must be above 0 and at most 1", param="dial")
         elif self.kind == "threshold" and not 0 <= self.value <= 1:
-            raise MarsError(f"threshold={self.value:g} is out of range: τ must be between 0 and 1")
+            raise MarsError(f"threshold={self.value:g} is out of range: τ must be between 0 and 1", param="dial")
 
     @classmethod
     def parse(cls, text: str | Dial) -> Dial:
@@ -60,11 +60,11 @@ class Dial:
         name, _, number = text.strip().partition("=")
         kind, _, measure = name.partition(":")
         if kind not in get_args(Kind) or (measure and kind != "threshold"):
-            raise MarsError(f"unknown dial {text!r}: {USAGE}")
+            raise MarsError(f"unknown dial {text!r}: {USAGE}", param="dial")
         try:
             value = float(number) if number else None
         except ValueError:
-            raise MarsError(f"{number!r} in dial {text!r} is not a number: {USAGE}") from None
+            raise MarsError(f"{number!r} in dial {text!r} is not a number: {USAGE}", param="dial") from None
         return cls(kind, value, measure or "probability")  # type: ignore[arg-type]
 
     def __str__(self) -> str:

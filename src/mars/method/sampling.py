@@ -80,7 +80,7 @@ class SamplingParams:
 
 def _require(condition: bool, rule: str, value: object) -> None:
     if not condition:
-        raise MarsError(f"{rule}, not {value}")
+        raise MarsError(f"{rule}, not {value}", param=rule.partition(" ")[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,13 @@
 """The endpoints of the server, and their keys."""
 
 import secrets
-from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path as FilePath
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Path, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import mars
@@ -14,9 +15,10 @@ from mars.method.acceptance import Dial
 from mars.models.prompts import encode, encode_chat
 from mars.serving import errors, logs
 from mars.serving.body_limit import BodyLimit
-from mars.serving.errors import ApiError
+from mars.serving.errors import ApiError, naming
 from mars.serving.protocol import (
     AUTO,
+    BaseCompletionRequest,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -26,7 +28,7 @@ from mars.serving.protocol import (
 from mars.serving.service import Rules, Service
 from mars.serving.tools import Style
 
-PAGE = Path(__file__).parent / "page"
+PAGE = FilePath(__file__).parent / "page"
 
 
 def create_app(service: Service) -> FastAPI:
@@ -44,44 +46,85 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
+class JsonRoute(APIRoute):
+    """Reads bodies as JSON whatever their Content-Type, since curl calls them forms unless it is told otherwise.
+
+    Those that a browser sends for a page are the exception: only if JSON is called JSON, it asks the server first.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_json(http: Request) -> Response:
+            given = [(name, value) for name, value in http.scope["headers"] if name != b"content-type"]
+            if "origin" not in http.headers:
+                http.scope["headers"] = [*given, (b"content-type", b"application/json")]
+            elif http.method in ("POST", "PUT") and "json" not in http.headers.get("content-type", ""):
+                raise ApiError(400, "send the body as JSON, with Content-Type: application/json")
+            return await handle(Request(http.scope, http.receive))
+
+        return handle_json
+
+
 def _completions(service: Service) -> APIRouter:
-    router = APIRouter(dependencies=[_user(service.rules)])
+    router = APIRouter(dependencies=[_user(service.rules)], route_class=JsonRoute)
 
     @router.post("/v1/chat/completions")
     async def chat_completions(asked: ChatCompletionRequest, http: Request) -> Response:
-        service.check_model(asked.model)
-        messages, tokenizer = [each.as_dict() for each in asked.messages], service.model.tokenizer
-        if asked.may_call:
-            box = asked.toolbox(Style.of(tokenizer, service.name))
-            prompt = await service.tokenize(lambda: box.encode(tokenizer, messages, service.name))
-            grammar = box.grammar(tokenizer)
-            return await service.respond(http, asked, service.reply("chat.completion", box), [prompt], grammar)
-        prompt = await service.tokenize(lambda: encode_chat(tokenizer, messages, service.name))
-        grammar = asked.response_format.grammar if asked.response_format else None
-        return await service.respond(http, asked, service.reply("chat.completion"), [prompt], grammar)
+        _check(service, asked, http)
+        with naming(prompt="messages", grammar="tools" if asked.may_call else "response_format"):
+            return await _chat(service, asked, http)
 
     @router.post("/v1/completions")
     async def completions(asked: CompletionRequest, http: Request) -> Response:
-        service.check_model(asked.model)
-        tokenizer, given = service.model.tokenizer, asked.prompts
+        _check(service, asked, http)
+        tokenizer, given = service.model.tokenizer, asked.prompt
         prompts = await service.tokenize(
-            lambda: [each if isinstance(each, list) else list(tokenizer(each)["input_ids"]) for each in given]
+            http, lambda: [each if isinstance(each, list) else list(tokenizer(each)["input_ids"]) for each in given]
         )
         return await service.respond(http, asked, service.reply("text_completion"), prompts)
 
+    def entry() -> dict[str, Any]:
+        about = {"id": service.name, "object": "model", "created": 0, "owned_by": "mars"}
+        return about | {"max_model_len": service.model.context}
+
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
-        entry = {"id": service.name, "object": "model", "created": 0, "owned_by": "mars"}
-        return {"object": "list", "data": [entry | {"max_model_len": service.model.context}]}
+        return {"object": "list", "data": [entry()]}
+
+    @router.get("/v1/models/{model:path}")
+    async def model(model: Annotated[str, Path(json_schema_extra={"enum": [service.name]})]) -> dict[str, Any]:
+        service.check_model(model)
+        return entry()
 
     return router
 
 
+def _check(service: Service, asked: BaseCompletionRequest, http: Request) -> None:
+    service.check_model(asked.model)
+    if asked.ignored:
+        logs.note(http.scope, ignored=asked.ignored)
+
+
+async def _chat(service: Service, asked: ChatCompletionRequest, http: Request) -> Response:
+    messages, tokenizer = [each.as_dict() for each in asked.messages], service.model.tokenizer
+    box = asked.toolbox(Style.of(tokenizer, service.name)) if asked.may_call else None
+
+    def encode() -> tuple[list[int], str | None]:
+        if box is not None:
+            return box.encode(tokenizer, messages, service.name), box.grammar(tokenizer)
+        grammar = asked.response_format.grammar if asked.response_format else None
+        return encode_chat(tokenizer, messages, service.name), grammar
+
+    prompt, grammar = await service.tokenize(http, encode)
+    return await service.respond(http, asked, service.reply("chat.completion", box), [prompt], grammar)
+
+
 def _tokens(service: Service) -> APIRouter:
-    router = APIRouter(dependencies=[_user(service.rules)])
+    router = APIRouter(dependencies=[_user(service.rules)], route_class=JsonRoute)
 
     @router.post("/tokenize")
-    async def tokenize(asked: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(asked: TokenizeRequest, http: Request) -> dict[str, Any]:
         tokenizer = service.model.tokenizer
 
         def work() -> list[int]:
@@ -89,7 +132,8 @@ def _tokens(service: Service) -> APIRouter:
                 return encode(tokenizer, [each.as_dict() for each in asked.messages], name=service.name)
             return list(tokenizer(asked.prompt, add_special_tokens=asked.add_special_tokens)["input_ids"])
 
-        tokens = await service.tokenize(work)
+        with naming(prompt="prompt" if asked.messages is None else "messages"):
+            tokens = await service.tokenize(http, work)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": service.model.context}
 
     @router.post("/detokenize")
@@ -102,7 +146,7 @@ def _tokens(service: Service) -> APIRouter:
 
 
 def _dial(service: Service) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     def state() -> dict[str, Any]:
         floor = None if service.rules.floor is None else str(service.rules.floor)
@@ -127,8 +171,7 @@ def _operation(service: Service) -> APIRouter:
     async def health() -> JSONResponse:
         if service.client.is_ready:
             return JSONResponse({"status": "ok"})
-        reason = service.client.failure or "the engine is being started"
-        return ApiError(503, reason, "service_unavailable").response()
+        return ApiError(503, "the engine is being started", "service_unavailable").response()  # why is in the log
 
     @router.get("/metrics", include_in_schema=False)
     async def metrics() -> Response:
@@ -141,7 +184,7 @@ def _operation(service: Service) -> APIRouter:
     return router
 
 
-def _file(path: Path) -> Callable[[Request], Awaitable[Response]]:
+def _file(path: FilePath) -> Callable[[Request], Awaitable[Response]]:
     async def send(_: Request) -> Response:
         return FileResponse(path)
 

@@ -69,11 +69,15 @@ class Reply:
         return self._head(self.kind, choices) | {"usage": usage(prompt_tokens, outputs), "mars": figures(outputs)}
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """A chat's first chunk says who speaks."""
-        return self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, {}) if self.is_chat else None
+        """A chat's first chunk says who speaks; with tools, it may be that nothing is said."""
+        delta = {"role": "assistant", "content": None if self.tools else ""}
+        return self._chunk(index, {"delta": delta}, {}) if self.is_chat else None
 
-    def text(self, index: int, sent: int, stream: RequestStream, *, by_forward: bool) -> dict[str, Any]:
-        """What came after the first ``sent`` forwards; ``mars.forwards`` has tokens and characters of each."""
+    def text(self, index: int, sent: int, stream: RequestStream, *, by_forward: bool) -> dict[str, Any] | None:
+        """What came after the first ``sent`` forwards; ``mars.forwards`` has tokens and characters of each.
+
+        None while all of it is held back, since it may become a call.
+        """
         pieces, steps = stream.output.pieces[sent:], stream.output.steps[sent:]
         text = "".join(pieces)
         chunk = self._chunk(index, {"delta": self._delta(index, text)}, {"text": text})
@@ -81,7 +85,9 @@ class Reply:
         if by_forward:
             sizes = [[tokens, len(piece)] for tokens, piece in zip(steps, pieces, strict=True)]
             chunk["mars"] = {"forwards": sizes}
-        return chunk
+        choice = chunk["choices"][0]
+        is_empty = choice.get("delta") == {} and choice["logprobs"] is None and not by_forward
+        return None if is_empty else chunk
 
     def closing(self, index: int, output: RequestOutput) -> dict[str, Any]:
         return self._chunk(index, {"delta": self._delta(index, "", last=True)}, {"text": ""}, output)

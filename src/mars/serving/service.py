@@ -3,15 +3,15 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
-from mars.core.grammar import GrammarError
 from mars.core.request import Request as CoreRequest
 from mars.core.request import default_dial, require_masks
 from mars.errors import MarsError
@@ -27,6 +27,7 @@ from mars.serving.tools import Toolbox
 
 log = logging.getLogger("mars.serving")
 T = TypeVar("T")
+INLINE_BYTES = 8192  # of a request: less is tokenised in a millisecond, and a thread costs as much
 TOKENIZER_THREADS = 2  # that turn messages into tokens: with many, the event loop would have to wait for all of them
 
 
@@ -52,6 +53,29 @@ class Rules:
         if not self.allows(dial):
             raise ApiError(400, f"the dial {dial} is not allowed here: nothing looser than {self.floor}", param="dial")
         return dial
+
+
+class ClientGoneError(MarsError):
+    """Nobody waits for the answer any more."""
+
+
+class EventStream(Response):
+    """Server-sent events. Leaner than starlette's streams: one task watches for a hang-up from the beginning on."""
+
+    def __init__(self, events: AsyncIterator[tuple[str, bool]], watch: asyncio.Task[None]) -> None:
+        """``events``: texts to send, and will there be more?"""
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._events = events
+        self._watch = watch
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for text, more in self._events:
+                await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+        finally:
+            self._watch.cancel()
 
 
 class Service:
@@ -87,8 +111,10 @@ class Service:
     def dial(self) -> Dial:
         return self.client.dial
 
-    async def tokenize(self, encode: Callable[[], T]) -> T:
-        """Text becomes tokens in a thread, so that a long one does not stall the streams."""
+    async def tokenize(self, http: Request, encode: Callable[[], T]) -> T:
+        """Text becomes tokens, in a thread if the request is long, so that it does not stall the streams."""
+        if int(http.headers.get("content-length", INLINE_BYTES)) < INLINE_BYTES:
+            return encode()
         return await asyncio.get_running_loop().run_in_executor(self._tokenizers, encode)
 
     def reply(self, kind: str, tools: Toolbox | None = None) -> replies.Reply:
@@ -135,7 +161,7 @@ class Service:
             dial,
             asked.sampling(0),
             max_new_tokens=min(limit or most or room, max(1, room)),
-            stop=asked.stops,
+            stop=asked.stop,
             block_size=self.model.block_size,
             min_new_tokens=asked.min_tokens,
             ignore_end=asked.ignore_eos,
@@ -159,32 +185,30 @@ class Service:
         prompts: list[list[int]],
         grammar: str | None = None,
     ) -> Response:
-        streams: list[RequestStream] = []
         if len(prompts) * asked.n > self.client.capacity:
             raise ApiError(400, f"at most {self.client.capacity} answers can be asked for at once", param="n")
+        streams: list[RequestStream] = []
+        watch = asyncio.create_task(_fail_when_gone(http, streams))
+        is_streaming = False
         try:
             for prompt in prompts:
                 streams += self.submit(asked, prompt, grammar)
-            is_there = await _unless_gone(http, streams[0].advance())  # an error up to here has a status of its own
-        except GrammarError as error:
-            error.param = "response_format" if reply.tools is None else "tools"
-            self.close_streams(streams)
-            raise
-        except BaseException:
-            self.close_streams(streams)
-            raise
-        if not is_there:
-            self.close_streams(streams)
-            return Response(status_code=499)  # the client is gone
-        count = sum(map(len, prompts))
-        if asked.stream:
-            events = self._events(http, streams, reply, count, asked.stream_options or StreamOptions())
-            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        try:
-            await _unless_gone(http, _finish(streams))
+            await streams[0].advance()  # an error up to here has a status of its own
+            count = sum(map(len, prompts))
+            if asked.stream:
+                is_streaming = True
+                options = asked.stream_options or StreamOptions()
+                return EventStream(self._events(http, streams, reply, count, options), watch)
+            async for _ in _merge(streams):
+                pass
+            return JSONResponse(reply.whole(count, streams))
+        except ClientGoneError:
+            return Response(status_code=499)
         finally:
-            self.close(http, streams, reply)
-        return JSONResponse(reply.whole(count, streams))
+            if not is_streaming:
+                watch.cancel()
+                if streams:
+                    self.close(http, streams, reply)
 
     def close(self, http: Request, streams: Sequence[RequestStream], reply: replies.Reply) -> None:
         """Close the streams of a response, and have it in the log."""
@@ -206,8 +230,8 @@ class Service:
         reply: replies.Reply,
         prompt_tokens: int,
         options: StreamOptions,
-    ) -> AsyncIterator[str]:
-        """Chunks of all choices as they come. What piles up while a client reads goes into one chunk.
+    ) -> AsyncIterator[tuple[str, bool]]:
+        """Chunks of all choices as they come, and will there be more? What piles up while a client reads is one chunk.
 
         Sending costs more than making chunks, so those of one moment are sent together.
         """
@@ -221,27 +245,27 @@ class Service:
                 fresh = stream.processor.pieces[told[index] :]
                 wants_all = stream.is_finished and stream.request.logprobs is not None
                 if any(fresh) or (fresh and wants_all):
-                    chunks.append(reply.text(index, told[index], stream, by_forward=options.include_forwards))
+                    if text := reply.text(index, told[index], stream, by_forward=options.include_forwards):
+                        chunks.append(text)
                     told[index] = stream.output.forwards
                 if stream.is_finished:
                     chunks.append(reply.closing(index, stream.output))
                     going -= 1
+                if options.include_usage:
+                    chunks = [each | {"usage": None} for each in chunks]  # as at OpenAI, in all chunks but the last
                 if going and chunks:
-                    yield "".join(map(replies.event, chunks))
+                    yield "".join(map(replies.event, chunks)), True
                     chunks.clear()
             if options.include_usage:
                 chunks.append(reply.account(prompt_tokens, [stream.output for stream in streams]))
-            yield "".join(map(replies.event, chunks)) + replies.DONE
+            yield "".join(map(replies.event, chunks)) + replies.DONE, False
+        except ClientGoneError:
+            pass
         except MarsError as error:
             logs.note(http.scope, error=str(error))
-            yield replies.event(to_api_error(error).body)
+            yield replies.event(to_api_error(error).body), False
         finally:
             self.close(http, streams, reply)
-
-
-async def _finish(streams: Sequence[RequestStream]) -> None:
-    async for _ in _merge(streams):
-        pass
 
 
 async def _merge(streams: Sequence[RequestStream]) -> AsyncIterator[int]:
@@ -273,19 +297,9 @@ async def _merge(streams: Sequence[RequestStream]) -> AsyncIterator[int]:
             task.cancel()
 
 
-async def _unless_gone(http: Request, work: Coroutine[Any, Any, None]) -> bool:
-    """Do this work; False as soon as the client has hung up."""
-
-    async def gone() -> None:
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
-
-    task, watch = asyncio.create_task(work), asyncio.create_task(gone())
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()  # or what went wrong
-        return task.done()
-    finally:
-        task.cancel()
-        watch.cancel()
+async def _fail_when_gone(http: Request, streams: Sequence[RequestStream]) -> None:
+    """Wait until the client hangs up; whoever waits for its streams is told."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+    for stream in streams:
+        stream.fail(ClientGoneError("the client has hung up"))

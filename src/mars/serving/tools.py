@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mars.core.grammar import json_grammar, json_rule, lark_grammar
 from mars.core.output import overlap
+from mars.core.schema import require_finite
 from mars.errors import MarsError
 from mars.models.prompts import encode_chat
 
@@ -51,7 +52,9 @@ class Style:
             return cls(is_tagged=False)
         if '"parameters"' in known or "<|python_tag|>" in known:
             return cls(is_tagged=False, arguments="parameters")
-        raise MarsError(f"{name} writes its calls in a way that this server cannot read: use tool_choice none")
+        raise MarsError(
+            f"{name} writes its calls in a way that this server cannot read: use tool_choice none", param="tools"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,12 @@ class Toolbox:
         for index, function in enumerate(functions):
             held = self.forced or function.get("strict")
             place = f"#/anyOf/{index}/properties/{self.style.arguments}"
-            parameters = _moved((held and function.get("parameters")) or {"type": "object"}, place)
+            parameters = (held and function.get("parameters")) or {"type": "object"}
+            try:
+                require_finite(parameters)
+            except MarsError as error:
+                raise MarsError(f"the parameters of {function['name']}: {error}", param=error.param) from None
+            parameters = _moved(parameters, place)
             calls.append(_record({"name": {"const": function["name"]}, self.style.arguments: parameters}))
         return {"anyOf": calls}
 
