@@ -7,7 +7,7 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from mars.errors import MarsError
+from mars.errors import MarsError, require_integer
 from mars.method.acceptance import TOP_LOGPROBS, Dial
 from mars.method.sampling import SamplingParams
 from mars.models.settings import Settings
@@ -86,21 +86,31 @@ class Request:
             raise MarsError(f"the prompt has tokens outside the vocabulary of {model.vocabulary}")
         if unknown := [token for token in self.sampling.logit_bias if not 0 <= token < model.vocabulary]:
             raise MarsError(f"logit_bias names token {unknown[0]}, but the vocabulary has {model.vocabulary} tokens")
-        if self.max_new_tokens < 1:
-            raise MarsError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        self._check_stops()
+        require_integer("max_new_tokens", self.max_new_tokens, 1)
+        require_integer("min_new_tokens", self.min_new_tokens)
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise MarsError(f"min_new_tokens must be between 0 and max_new_tokens, not {self.min_new_tokens}")
-        if self.logprobs is not None and not 0 <= self.logprobs <= TOP_LOGPROBS:
-            raise MarsError(f"logprobs must be 0 to {TOP_LOGPROBS}, not {self.logprobs}")
+        if self.logprobs is not None:
+            require_integer("logprobs", self.logprobs)
+            if not 0 <= self.logprobs <= TOP_LOGPROBS:
+                raise MarsError(f"logprobs must be 0 to {TOP_LOGPROBS}, not {self.logprobs}")
         if self.needs_verification and dial.kind == "threshold":
             raise MarsError(f"logprobs and grammars need the dial one-token, exact or relaxed, not {dial}")
         if self.grammar is not None and (self.min_new_tokens or self.ignore_end):
             raise MarsError("a grammar says where a text ends: min_new_tokens and ignore_end cannot be used with it")
         least = 2 if dial.uses_masks else 1
-        if not isinstance(self.block_size, int) or self.block_size < least:
+        require_integer("block_size", self.block_size)
+        if self.block_size < least:
             raise MarsError(f"block_size must be at least {least} for the dial {dial}, not {self.block_size}")
         if model.context is not None and len(self.prompt) >= model.context:
             raise MarsError(
                 f"the prompt has {len(self.prompt)} tokens, but {model.name} holds {model.context} together "
                 "with the answer: shorten the prompt"
             )
+
+    def _check_stops(self) -> None:
+        if isinstance(self.stop, str) or not isinstance(self.stop, Sequence):
+            raise MarsError(f"stop strings come in a list, not as {self.stop!r}")
+        if wrong := [each for each in self.stop if not isinstance(each, str)]:
+            raise MarsError(f"a stop string is text, not {wrong[0]!r}")
