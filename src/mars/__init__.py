@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mars.api import Model, Stream, load
+    from mars.api import AsyncStream, Model, Stream, load
     from mars.core.output import RequestOutput
     from mars.core.request import Request
     from mars.engine import Engine, run
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "AsyncStream",
     "Dial",
     "Engine",
     "MarsError",
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "AsyncStream": "mars.api",
     "Dial": "mars.method.acceptance",
     "Engine": "mars.engine",
     "MarsError": "mars.errors",

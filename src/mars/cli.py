@@ -55,7 +55,15 @@ EngineOption = Annotated[
     Literal["mars", "vllm"], Option("--engine", help="What decodes: mars, or vLLM with our plugin.")
 ]
 DtypeOption = Annotated[str | None, Option("--dtype", help="bfloat16, float16 or float32; default: the device's.")]
-RowsOption = Annotated[int, Option("--rows", help="Requests that are decoded together.")]
+
+
+def _at_least_one(rows: int) -> int:
+    if rows < 1:
+        raise MarsError(f"--rows must be at least 1, not {rows}")
+    return rows
+
+
+RowsOption = Annotated[int, Option("--rows", help="Requests that are decoded together.", callback=_at_least_one)]
 MemoryOption = Annotated[float | None, Option("--memory", help="Cache: bytes, or on a GPU a share of what is free.")]
 TokensOption = Annotated[int, Option("--max-new-tokens", help="Longest answer, in tokens.")]
 TemperatureOption = Annotated[float, Option("--temperature", help="0 is greedy.")]

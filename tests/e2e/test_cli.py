@@ -114,6 +114,8 @@ def test_demo(smollm: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         (["hi", "--dial", "exact"], "train it with `mars train`"),
         (["hi", "--window", "forest"], "unknown window"),
         (["hi", "--temperature", "-1"], "temperature"),
+        (["hi", "--temperature", "1e308"], "temperature must be between 0 (greedy) and 1e+06"),
+        (["hi", "--temperature", "nan"], "temperature must be a finite number"),
         (["hi", "--max-new-tokens", "0"], "max_new_tokens"),
         (["", "--json"], "the prompt is empty"),
         (["a" * 300], "shorten the prompt"),
@@ -132,6 +134,10 @@ def test_bad_input_is_one_clear_line(arguments: list[str], says: str, chat_model
         (["distill", "out.jsonl"], "nothing to answer"),
         (["distill", "out.jsonl", "--prompts", "nowhere.jsonl"], "there is no file nowhere.jsonl"),
         (["distill", "out.jsonl", "--own-prompts", "1", "--temperatures", "hot"], "temperatures"),
+        (["distill", "out.jsonl", "--own-prompts", "1", "--rows", "0"], "--rows must be at least 1, not 0"),
+        (["serve", "--rows", "0"], "--rows must be at least 1, not 0"),
+        (["eval", "--dials", "one-token", "--out", "o", "--rows", "-1"], "--rows must be at least 1, not -1"),
+        (["eval", "--dials", "one-token", "--out", "o", "--memory", "0.5"], "a share, which works on a GPU only"),
     ],
 )
 def test_training_mistakes_are_one_clear_line(
@@ -140,8 +146,14 @@ def test_training_mistakes_are_one_clear_line(
     monkeypatch.chdir(tmp_path)
     stage = "{stage: mars, loss: {cleen: 1}}"
     (tmp_path / "RECIPE").write_text(f"{{model: m, output: o, data: {{train: [d]}}, stages: [{stage}]}}")
-    model = ("--model", str(chat_model)) if arguments[0] == "distill" else ()
+    model = () if arguments[0] == "train" else ("--model", str(chat_model))
     assert_one_line(here(*arguments, *model), says)
+
+
+def test_a_server_that_cannot_start_says_why(chat_model: Path) -> None:
+    done = mars("serve", "--model", str(chat_model), "--port", "0", "--memory", "0.5")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: memory=0.5 is a share, which works on a GPU only")
 
 
 def test_a_damaged_cache_is_one_clear_line(tmp_path: Path) -> None:

@@ -306,7 +306,7 @@ def test_what_cannot_be_served_is_refused() -> None:
         mine.add_request(ask(length=4))
     with pytest.raises(QueueFullError, match="waiting"):
         mine.add_request(ask(length=4))
-    with pytest.raises(MarsError, match="at least one sequence"):
+    with pytest.raises(MarsError, match="max_num_seqs must be at least 1"):
         Engine(checkpoint(), max_num_seqs=0)
 
 

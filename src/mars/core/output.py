@@ -44,7 +44,8 @@ class RequestOutput:
     seconds: float = 0.0  # from the request to its last token
     draft_forwards: int = 0  # forwards of a separate draft model, where one was used
     started: float = field(default_factory=time.perf_counter)
-    processor: OutputProcessor | None = field(default=None, repr=False, compare=False)  # turns the tokens into text
+    processor: OutputProcessor | WrittenText | None = field(default=None, repr=False, compare=False)
+    """Turns the tokens into text; a copy has the text instead"""
 
     def add(self, tokens: Sequence[int], agrees: Sequence[bool]) -> None:
         """What one forward brought: its tokens, and the next verdicts."""
@@ -145,6 +146,17 @@ class RequestOutput:
         }
 
 
+class WrittenText(NamedTuple):
+    """The text of an output that was copied or unpickled: it needs no tokenizer."""
+
+    text: str
+    pieces: list[str]
+    has_stops: bool = False
+
+    def update(self) -> None:
+        """Nothing more comes."""
+
+
 class OutputProcessor:
     """Turns the tokens of a growing output into text, and ends the output at a stop string.
 
@@ -168,6 +180,10 @@ class OutputProcessor:
         self._pieces: list[str] = []
         self._read_tokens = 0  # tokens that have become text
         self._is_flushed = False
+
+    def __reduce__(self) -> tuple[type[WrittenText], tuple[str, list[str]]]:
+        """What pickle and copy.deepcopy keep."""
+        return WrittenText, (self.text, self.pieces)
 
     @property
     def has_stops(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from mars.errors import MarsError
+from mars.errors import MarsError, require_integer
 from mars.method.acceptance import TOP_LOGPROBS, Dial
 from mars.method.sampling import SamplingParams
 from mars.models.settings import Settings
@@ -94,13 +94,16 @@ class Request:
                 f"logit_bias names token {unknown[0]}, but the vocabulary has {model.vocabulary} tokens",
                 param="logit_bias",
             )
-        if self.max_new_tokens < 1:
-            raise MarsError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}", param="max_new_tokens")
+        self._check_stops()
+        require_integer("max_new_tokens", self.max_new_tokens, 1)
+        require_integer("min_new_tokens", self.min_new_tokens)
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             rule = f"min_new_tokens must be between 0 and max_new_tokens, {self.max_new_tokens}"
             raise MarsError(f"{rule}, not {self.min_new_tokens}", param="min_new_tokens")
-        if self.logprobs is not None and not 0 <= self.logprobs <= TOP_LOGPROBS:
-            raise MarsError(f"logprobs must be 0 to {TOP_LOGPROBS}, not {self.logprobs}", param="logprobs")
+        if self.logprobs is not None:
+            require_integer("logprobs", self.logprobs)
+            if not 0 <= self.logprobs <= TOP_LOGPROBS:
+                raise MarsError(f"logprobs must be 0 to {TOP_LOGPROBS}, not {self.logprobs}", param="logprobs")
         if self.needs_verification and dial.kind == "threshold":
             raise MarsError(
                 f"logprobs and grammars need the dial one-token, exact or relaxed, not {dial}", param="dial"
@@ -111,7 +114,8 @@ class Request:
                 param="min_new_tokens" if self.min_new_tokens else "ignore_end",
             )
         least = 2 if dial.uses_masks else 1
-        if not isinstance(self.block_size, int) or self.block_size < least:
+        require_integer("block_size", self.block_size)
+        if self.block_size < least:
             rule = f"block_size must be at least {least} for the dial {dial}"
             raise MarsError(f"{rule}, not {self.block_size}", param="block_size")
         if model.context is not None and len(self.prompt) >= model.context:
@@ -120,3 +124,9 @@ class Request:
                 "with the answer: shorten the prompt",
                 param="prompt",
             )
+
+    def _check_stops(self) -> None:
+        if isinstance(self.stop, str) or not isinstance(self.stop, Sequence):
+            raise MarsError(f"stop strings come in a list, not as {self.stop!r}")
+        if wrong := [each for each in self.stop if not isinstance(each, str)]:
+            raise MarsError(f"a stop string is text, not {wrong[0]!r}")

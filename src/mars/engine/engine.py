@@ -24,7 +24,7 @@ from mars.engine.policy import Cost, StepCosts, WindowPolicy
 from mars.engine.runner import Runner
 from mars.engine.scheduler import Schedule, Scheduler
 from mars.engine.step import StepInputs, StepOutputs
-from mars.errors import MarsError
+from mars.errors import MarsError, require_integer, require_number
 from mars.method.acceptance import Dial
 from mars.method.windows import Window
 from mars.models.checkpoint import Checkpoint
@@ -76,10 +76,12 @@ class Engine:
         """
         on_gpu = checkpoint.device.type == "cuda"
         prefill_tokens = (2048 if on_gpu else 512) if prefill_tokens is None else prefill_tokens
+        require_integer("max_num_seqs", max_num_seqs, 1)
+        require_integer("prefill_tokens", prefill_tokens, 1)
+        available = cache_bytes(memory, checkpoint.device)
         shapes = layer_shapes(checkpoint)
-        num_pages = _bytes(memory, checkpoint.device) // (page_size * sum(each.bytes_per_token for each in shapes))
-        if max_num_seqs < 1 or prefill_tokens < 1 or num_pages < 2:
-            raise MarsError("the engine needs at least one sequence, one prefill token, and memory for two pages")
+        page_bytes = page_size * sum(each.bytes_per_token for each in shapes)
+        num_pages = available // page_bytes
         self.checkpoint = checkpoint
         self.max_num_seqs = max_num_seqs
         trained = checkpoint.settings.block_size if checkpoint.settings else 1
@@ -88,6 +90,12 @@ class Engine:
         self.num_steps = 0  # in which sequences decoded
         self.num_fed = 0  # sum of their windows' widths
         margin = Window.of(self.block_size, self.block_size).width
+        least = 1 + -(-(margin + 2) // page_size)  # for a prompt of one token and an answer of one
+        if num_pages < least:
+            raise MarsError(
+                f"{available} bytes of memory are too few for {checkpoint.name}: give at least {least * page_bytes}, "
+                f"and {page_bytes} for every {page_size} tokens"
+            )
         self._async_steps = int(on_gpu) if async_steps is None else async_steps
         most = (checkpoint.context or num_pages * page_size) + margin + self._async_steps * self.block_size
         table = min(num_pages, -(-most // page_size))
@@ -343,10 +351,17 @@ def error_text(error: Exception) -> str:
     return str(error) if isinstance(error, MarsError) else f"{type(error).__name__}: {error}"
 
 
-def _bytes(memory: int | float | None, device: torch.device) -> int:
+def cache_bytes(memory: int | float | None, device: torch.device) -> int:
+    """Bytes for keys and values. ``memory``: bytes, on a GPU also a share of what is free; None: the default."""
+    if memory is not None:
+        require_number("memory", memory)
+        if memory <= 0:
+            raise MarsError(f"memory must be a number of bytes, or on a GPU a share of what is free, not {memory}")
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
         return int(free * GPU_SHARE if memory is None else memory if memory > 1 else free * memory)
+    if memory is not None and memory <= 1:
+        raise MarsError(f"memory={memory} is a share, which works on a GPU only: give bytes, such as {CPU_MEMORY}")
     return int(CPU_MEMORY if memory is None else memory)
 
 

@@ -1,4 +1,4 @@
-"""The loop of a caller that has its requests at hand: training, evaluation and ``generate``."""
+"""The loop of a caller that has an engine to itself and its requests at hand: training and evaluation."""
 
 from collections.abc import Generator, Iterable
 from itertools import islice

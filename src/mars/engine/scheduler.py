@@ -64,6 +64,12 @@ class Scheduler:
         """Queue a sequence; the smaller its priority, the sooner it runs."""
         if self._max_waiting is not None and len(self.waiting) >= self._max_waiting:
             raise QueueFullError(f"{len(self.waiting)} requests are waiting already: try again later")
+        self.require_room(sequence)
+        sequence.order = (priority, next(self._arrivals))
+        heapq.heappush(self.waiting, sequence)
+
+    def require_room(self, sequence: Sequence) -> None:
+        """Raise if the sequence could never fit, even alone."""
         needs = len(sequence.tokens) + sequence.max_tokens
         if needs > self.max_length:
             raise ContextLengthError(
@@ -71,8 +77,6 @@ class Scheduler:
                 "ask for fewer new tokens, shorten the prompt, or give the engine more memory",
                 param="prompt",
             )
-        sequence.order = (priority, next(self._arrivals))
-        heapq.heappush(self.waiting, sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out that has ended, wherever it is."""

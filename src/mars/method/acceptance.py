@@ -57,6 +57,9 @@ class Dial:
     def parse(cls, text: str | Dial) -> Dial:
         if isinstance(text, Dial):
             return text
+        if not isinstance(text, str):
+            hint = f' such as "threshold={text}" or "relaxed={text}"' if isinstance(text, int | float) else ""
+            raise MarsError(f"a dial is text{hint}, not {text!r}: {USAGE}")
         name, _, number = text.strip().partition("=")
         kind, _, measure = name.partition(":")
         if kind not in get_args(Kind) or (measure and kind != "threshold"):

@@ -19,9 +19,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mars.errors import MarsError
+from mars.errors import MarsError, require_integer, require_number
 from mars.method.tensors import send
 
+GREEDY_BELOW = 1e-5  # a smaller temperature is greedy: dividing by it would leave the range of float32
+LARGEST = 1e6  # of temperatures, penalties and biases, for the same reason
 GOLDEN = 0x9E3779B97F4A7C15  # the step between two states of SplitMix64
 
 
@@ -41,16 +43,31 @@ class SamplingParams:
     min_position: int = 0  # no end token is sampled before this position of the text
 
     def __post_init__(self) -> None:
-        _require(0 <= self.temperature < math.inf, "temperature must be 0 (greedy) or more", self.temperature)
+        for name in SamplingTensors.FLOATS:
+            require_number(name, getattr(self, name))
+        require_integer("top_k", self.top_k)
+        if self.seed is not None:
+            require_integer("seed", self.seed)
+        heat = self.temperature
+        _require(0 <= heat <= LARGEST, f"temperature must be between 0 (greedy) and {LARGEST:g}", heat)
+        if heat < GREEDY_BELOW:
+            object.__setattr__(self, "temperature", 0.0)
         _require(self.top_k >= 0, "top_k must be 0 (off) or more", self.top_k)
         _require(0 < self.top_p <= 1, "top_p must be above 0 and at most 1", self.top_p)
         _require(0 <= self.min_p <= 1, "min_p must be between 0 and 1", self.min_p)
-        _require(0 < self.repetition_penalty < math.inf, "repetition_penalty must be above 0", self.repetition_penalty)
+        factor, range_ = self.repetition_penalty, f"between {1 / LARGEST:g} and {LARGEST:g}"
+        _require(1 / LARGEST <= factor <= LARGEST, f"repetition_penalty must be {range_} (1 is off)", factor)
         for name in ("presence_penalty", "frequency_penalty"):
-            _require(math.isfinite(getattr(self, name)), f"{name} must be a finite number", getattr(self, name))
+            value = getattr(self, name)
+            _require(abs(value) <= LARGEST, f"{name} must be between {-LARGEST:g} and {LARGEST:g}", value)
+        self._check_bias()
+
+    def _check_bias(self) -> None:
+        rule = f"logit_bias must map token ids to numbers between {-LARGEST:g} and {LARGEST:g}"
+        _require(isinstance(self.logit_bias, Mapping), rule, repr(self.logit_bias))
         for token, bias in self.logit_bias.items():
-            valid = isinstance(token, int) and math.isfinite(bias)
-            _require(valid, "logit_bias must map token ids to finite numbers", {token: bias})
+            valid = isinstance(token, int) and isinstance(bias, int | float) and abs(bias) <= LARGEST
+            _require(valid, rule, {token: bias})
 
     @property
     def greedy(self) -> bool:

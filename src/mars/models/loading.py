@@ -44,7 +44,7 @@ def load_checkpoint(
         name, adapter = _base_of(Path(name)), adapter or name
     elif name == builtin.NAME:
         adapter = adapter or builtin.ADAPTER
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(device)
     picked = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is None:
         picked = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -67,6 +67,29 @@ def load_checkpoint(
     if settings is not None and settings.mask_token_id >= checkpoint.vocabulary:
         raise MarsError(f"{name} has {checkpoint.vocabulary} tokens, but its mask token is {settings.mask_token_id}")
     return checkpoint
+
+
+def _device(name: str | torch.device | None) -> torch.device:
+    """The device asked for, by default a CUDA GPU if there is one, else the CPU; raises if it cannot be used."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        raise MarsError(f"unknown device {name!r}: use cpu, cuda or cuda:N") from None
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count == 0:
+            raise MarsError(f"this machine has no CUDA device for device={str(name)!r}: use device='cpu'")
+        if (device.index or 0) >= count:
+            raise MarsError(f"there is no device {str(name)!r}: this machine has cuda:0 to cuda:{count - 1}")
+    elif device.type != "cpu":
+        try:
+            torch.zeros(1, device=device).item()
+        except Exception as error:  # of the backend
+            hint = "use cpu, cuda or cuda:N"
+            raise MarsError(f"the device {str(name)!r} cannot be used on this machine: {hint}") from error
+    return device
 
 
 def brings_adapter(name: str) -> bool:

@@ -55,6 +55,8 @@ def main(connection: Connection, options: EngineOptions) -> None:
         EngineProcess(connection, options).run()
     except (EOFError, BrokenPipeError):
         pass  # the server is gone
+    except MarsError as error:  # somebody's mistake, not ours: the message is all it needs
+        connection.send(messages.EngineFailed(str(error)))
     except Exception as error:
         connection.send(messages.EngineFailed(f"{type(error).__name__}: {error}"))
         raise

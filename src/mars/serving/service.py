@@ -69,7 +69,7 @@ class EventStream(Response):
         self._events = events
         self._watch = watch
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async for text, more in self._events:

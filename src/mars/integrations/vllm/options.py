@@ -8,7 +8,7 @@ from typing import Any
 
 from mars.errors import MarsError
 from mars.method.acceptance import Dial
-from mars.method.sampling import SamplingParams
+from mars.method.sampling import LARGEST, SamplingParams
 
 METHOD = "mars"  # the method's name in ``--speculative-config``, and the key of its options in ``additional_config``
 
@@ -59,7 +59,7 @@ def own_sampling(params: Any, seed: int) -> SamplingParams:
     if params.temperature == 0:
         return SamplingParams(seed=0)
     top_k, seed = max(params.top_k, 0), seed & (2**63 - 1)
-    return SamplingParams(params.temperature, top_k, params.top_p, params.min_p, seed=seed)
+    return SamplingParams(min(params.temperature, LARGEST), top_k, params.top_p, params.min_p, seed=seed)
 
 
 def has_seed(params: Any) -> bool:
