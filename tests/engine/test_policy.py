@@ -8,8 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars.engine.policy import PRIOR, Acceptance, fastest, interpolate, tokens_per_forward
+from mars.core.request import Request
+from mars.core.sequence import Sequence
+from mars.engine.policy import (
+    PRIOR,
+    Acceptance,
+    CostPoint,
+    StepCosts,
+    WindowPolicy,
+    fastest,
+    interpolate,
+    tokens_per_forward,
+)
+from mars.method.acceptance import Dial
 from mars.method.windows import Window
+from tests.conftest import tiny_checkpoint
 
 WINDOWS = [Window(), *(Window.of(groups, 4) for groups in (1, 2, 3, 4))]
 
@@ -56,9 +69,113 @@ def test_a_wide_window_pays_for_few_sequences_and_for_good_drafts() -> None:
 
 @given(st.integers(1, 1000))
 def test_costs_between_and_beyond_what_was_measured(size: int) -> None:
-    points = [(1, 1.0), (7, 1.6), (16, 2.5), (56, 6.5)]
+    points = [CostPoint(*each) for each in ((1, 1.0), (7, 1.6), (16, 2.5), (56, 6.5))]
     assert interpolate(points, size) == pytest.approx(0.9 + 0.1 * size)
 
 
 def test_a_noisy_measurement_never_makes_a_forward_free() -> None:
-    assert interpolate([(1, 3.0), (7, 1.0)], 500) > 0
+    assert interpolate([CostPoint(1, 3.0), CostPoint(7, 1.0)], 500) > 0
+
+
+# --- a machine that others use too
+
+GOOD, CHAIN = [0.8, 0.64, 0.5], Window.of(1, 4)
+
+
+class Machine:
+    """A scripted clock: a step takes ``one`` and ``more`` per further token, ``load`` times as long if others work."""
+
+    def __init__(self, one: float = 1.0, more: float = 0.05) -> None:
+        self.one, self.more, self.load = one, more, lambda timed: 1.0
+        self.timed = 0
+
+    def seconds(self, num_seqs: int, window: Window) -> float:
+        self.timed += 1
+        return (self.one + self.more * (num_seqs * window.width - 1)) * self.load(self.timed)
+
+    time_step = seconds
+
+    def padded_size(self, num_seqs: int) -> int:
+        return num_seqs
+
+    def measured_steps(self, num_seqs: int) -> list[tuple[int, Window]]:
+        return [(1, Window()), (1, CHAIN), (1, Window.of(4, 4)), (8, CHAIN)]
+
+
+class Decoding:
+    """Steps of one sequence whose drafts are accepted with the chances that ``rates`` say."""
+
+    def __init__(self, machine: Machine, costs: StepCosts, rates: list[float], *, explores: bool = True) -> None:
+        checkpoint = tiny_checkpoint("llama")
+        self.sequences = [Sequence.of(Request([1, 2], Dial("exact"), block_size=4), checkpoint)]
+        self.policy = WindowPolicy(4, 1, costs, explores=explores)
+        self.machine, self.costs, self.rates = machine, costs, rates
+        self.tokens, self.seconds, self.drafts, self.draw = 0, 0.0, False, random.Random(0)
+
+    def step(self) -> Window:
+        window = self.policy.choose(self.sequences)
+        taken = self.machine.seconds(1, window)
+        self.costs.observe(1, window, taken)
+        count = window.masks if self.drafts else 0
+        chance = self.draw.random()
+        accepted = sum(chance < rate for rate in self.rates[:count])
+        if count:
+            self.policy.acceptance.observe(count, accepted)
+        else:
+            self.policy.acceptance.decay()
+        self.tokens, self.seconds = self.tokens + 1 + accepted, self.seconds + taken
+        self.drafts = accepted in [count, *range(count)][: window.groups]
+        return window
+
+    def steps(self, count: int) -> list[Window]:
+        return [self.step() for _ in range(count)]
+
+
+def test_a_burst_of_other_work_slows_all_measurements_and_not_one() -> None:
+    for begin in range(12):  # three turns of four steps
+        machine = Machine()
+        machine.load = lambda timed, begin=begin: 5.0 if begin < timed <= begin + 4 else 1.0
+        measured = StepCosts(machine, turns=3).measure(1)
+        assert [point.seconds for point in measured] == pytest.approx([1.0, 1.3, 1.75, 3.75])
+
+
+def test_windows_come_back_after_a_distorted_measurement() -> None:
+    machine = Machine()
+    machine.load = lambda timed: 4.0 if 2 <= timed <= 4 else 1.0  # all the sizes but the first one
+    decoding = Decoding(machine, StepCosts(machine), GOOD)
+    assert not decoding.step().groups
+    assert sum(bool(window.groups) for window in decoding.steps(150)) > 20
+    assert all(window.groups for window in decoding.steps(500))
+
+
+def test_windows_come_back_when_the_machine_is_free_again() -> None:
+    machine = Machine(one=1.0, more=0.4)  # others leave so little that only single tokens pay
+    decoding = Decoding(machine, StepCosts(machine), GOOD)
+    assert sum(bool(window.groups) for window in decoding.steps(400)) < 40
+    machine.more = 0.05
+    decoding.steps(150)
+    assert all(window.groups for window in decoding.steps(500))
+
+
+@pytest.mark.parametrize("load", [3.0, 1 / 3])
+def test_a_machine_that_gets_slower_or_faster_keeps_its_windows(load: float) -> None:
+    machine = Machine()
+    decoding = Decoding(machine, StepCosts(machine), GOOD)
+    decoding.steps(50)
+    machine.load = lambda timed: load if timed < 400 or timed % 40 < 20 else 1.0
+    assert sum(bool(window.groups) for window in decoding.steps(1000)) > 950
+
+
+@pytest.mark.parametrize("more", [0.2, 0.5, 1.0])
+@pytest.mark.parametrize("rates", [GOOD, [0.3, 0.1, 0.0], [0.0, 0.0, 0.0]])
+def test_trying_chains_costs_little_where_they_do_not_pay(more: float, rates: list[float]) -> None:
+    machine = Machine(more=more)
+    decoding = Decoding(machine, StepCosts(machine), rates)
+    decoding.steps(3000)
+    assert decoding.tokens / decoding.seconds > 0.93
+
+
+def test_measured_costs_that_stay_are_not_explored() -> None:
+    machine = Machine(more=0.5)
+    decoding = Decoding(machine, StepCosts(machine), GOOD, explores=False)
+    assert not any(window.groups for window in decoding.steps(2000))

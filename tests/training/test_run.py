@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mars
+from mars import cli
 from mars.errors import MarsError
 from mars.training.recipe import Recipe
 from mars.training.run import train
@@ -190,6 +191,7 @@ def test_training_goes_on_from_an_adapter(chat_model: Path, chats: Path, tmp_pat
     torch.testing.assert_close(weights(second.output), weights(first.output), rtol=0, atol=1e-6)
     with pytest.raises(MarsError, match="cannot be gone on from"):
         train(small_recipe(chat_model, chats, tmp_path / "other", lora={"r": 4}, **changes))
+    assert not (tmp_path / "other").exists()
     with pytest.raises(MarsError, match="say in lora how it was made"):
         small_recipe(chat_model, chats, tmp_path / "none", **changes)
 
@@ -292,6 +294,29 @@ def test_half_written_checkpoints_are_never_taken_for_whole_ones(tmp_path: Path)
 def test_a_recipe_that_cannot_work_says_why(
     change: dict[str, Any], message: str, chat_model: Path, chats: Path, tmp_path: Path
 ) -> None:
+    """And leaves no output folder, so that the corrected recipe can be run."""
     text = json.dumps(change).replace("CHATS", str(chats))
     with pytest.raises(MarsError, match=message):
         train(small_recipe(chat_model, chats, tmp_path / "run", **json.loads(text)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_corrected_recipe_runs_in_the_same_output(
+    chat_model: Path,
+    chats: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path, output = tmp_path / "recipe.yaml", tmp_path / "run"
+    monkeypatch.setattr(sys, "argv", ["mars", "train", str(path)])
+    write(small_recipe(chat_model, chats, output, trainer=trainer_options(4) | {"max_stepz": 2}), path)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    said = capsys.readouterr().err
+    assert "max_stepz" in said and said.startswith("error: ") and said.count("\n") == 1
+    assert not output.exists()
+    write(small_recipe(chat_model, chats, output, trainer=trainer_options(4) | {"max_steps": 2}), path)
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    assert (output / "model").exists()

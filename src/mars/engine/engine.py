@@ -103,9 +103,10 @@ class Engine:
         runner = GraphRunner if on_gpu else Runner
         cache = PagedCache(shapes, num_pages, page_size, checkpoint.device)
         self._runner = runner(checkpoint, self._state, cache, self.block_size)
-        self._costs = StepCosts(self._runner)
+        self._costs = StepCosts(self._runner, turns=1 if on_gpu else 3)
+        self._observes_costs = cost is None and not on_gpu  # a GPU's are those of its captured graphs
         default_groups = self.block_size if on_gpu else 1  # on a GPU, width costs little
-        self.policy = WindowPolicy(self.block_size, default_groups, cost or self._costs)
+        self.policy = WindowPolicy(self.block_size, default_groups, cost or self._costs, explores=self._observes_costs)
         self.scheduler = Scheduler(
             Pages(num_pages, page_size),
             max_num_seqs=max_num_seqs,
@@ -232,7 +233,11 @@ class Engine:
         window = self._runner.fitting(len(sequences), chosen)
         longest = max(each.cursor for each in sequences) + len(self._in_flight) * self.block_size + window.width
         batch = [(each, each.admissions, each.dial) for each in sequences]
-        outputs = self._runner.step(self._step_inputs(batch), window, longest)
+        inputs, started = self._step_inputs(batch), time.perf_counter()
+        outputs = self._runner.step(inputs, window, longest)
+        if self._observes_costs:
+            outputs.wait()
+            self._costs.observe(len(sequences), window, time.perf_counter() - started)
         self._in_flight.append(InFlightStep(batch, outputs))
         for sequence in sequences:
             sequence.trusts_masks = sequence.dial.kind == "threshold"

@@ -1,11 +1,13 @@
 """Which window a step has: the one with the most tokens per second, by measured cost and observed acceptance.
 
-What a step costs is measured once. What it yields is worked out from how often drafts were accepted lately, offset by
-offset: a wide window pays for few sequences, a narrow one for many.
+What a step costs is measured at first need; on a CPU, whose cores other processes use too, the steps that follow keep
+it up to date. What it yields is worked out from how often drafts were accepted lately, offset by offset: a wide window
+pays for few sequences, a narrow one for many.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from typing import Protocol
 
 from mars.core.sequence import Sequence
@@ -15,6 +17,13 @@ Cost = Callable[[int, Window], float]  # seconds of a step of so many sequences 
 PRIOR = 0.7  # how often a draft is accepted if those before it were, before anything was observed
 PRIOR_WEIGHT = 20.0  # how many observations the prior counts for
 DECAY = 0.999  # what is left of an observation after another one; also after a step that observes nothing
+NEWEST = 0.3  # weight of the newest step in the cost of its size, a geometric average
+MOST_CHANGE = 2.0  # a step counts as at most so many times slower or faster than expected
+STALE = 12  # steps after which the cost of a size that none of them had is no longer believed
+TRIAL = 2  # steps of a trial: one that predicts drafts and one that verifies them
+TRIAL_EVERY = (16, 512)  # fewest and most steps with single tokens between two trials
+TRIAL_LOSS = 0.05  # of the time may be lost by trials
+WORTH_TRYING = 1.2  # tokens per forward that a chain must promise to be tried
 
 
 class Acceptance:
@@ -51,32 +60,72 @@ class Measurable(Protocol):
     def time_step(self, num_seqs: int, window: Window) -> float: ...
 
 
+@dataclass(slots=True)
+class CostPoint:
+    """What steps of a size cost."""
+
+    size: int  # tokens fed
+    seconds: float
+    unseen: int = 0  # steps of other sizes since the last one of this size
+
+
 class StepCosts:
     """Seconds of a step, measured when they are first asked for: some sizes, and straight lines between those."""
 
-    def __init__(self, runner: Measurable) -> None:
+    def __init__(self, runner: Measurable, turns: int = 1) -> None:
+        """``turns``: how often each size is timed; the fastest counts, since other work only ever adds time."""
         self._runner = runner
-        self._points: dict[tuple[tuple[int, Window], ...], list[tuple[int, float]]] = {}
+        self._turns = turns
+        self._points: dict[tuple[tuple[int, Window], ...], list[CostPoint]] = {}
 
     def __call__(self, num_seqs: int, window: Window) -> float:
         return interpolate(self.measure(num_seqs), self._runner.padded_size(num_seqs) * window.width)
 
-    def measure(self, num_seqs: int) -> list[tuple[int, float]]:
-        """Tokens fed and seconds of the steps that are timed for so many sequences."""
+    def measure(self, num_seqs: int) -> list[CostPoint]:
+        """The steps that are timed for so many sequences.
+
+        Sizes are timed in turns, so that other work on the machine slows all of them down and not one.
+        """
         steps = tuple(self._runner.measured_steps(num_seqs))
         if steps not in self._points:
-            timed = {count * window.width: self._runner.time_step(count, window) for count, window in steps}
-            self._points[steps] = sorted(timed.items())
+            turns = [[self._runner.time_step(*step) for step in steps] for _ in range(self._turns)]
+            timed = {
+                count * window.width: min(seconds) for (count, window), *seconds in zip(steps, *turns, strict=True)
+            }
+            self._points[steps] = [CostPoint(*each) for each in sorted(timed.items())]
         return self._points[steps]
 
+    def observe(self, num_seqs: int, window: Window, seconds: float) -> None:
+        """Take into account what a step took, if costs were asked for before.
 
-def interpolate(points: list[tuple[int, float]], size: int) -> float:
-    """The value at ``size`` on the line through the two nearest points."""
+        A size that was not seen for long costs what it takes now; others not seen for long may have become as much
+        cheaper.
+        """
+        points = self._points.get(tuple(self._runner.measured_steps(num_seqs)))
+        if not points:
+            return
+        size = self._runner.padded_size(num_seqs) * window.width
+        change = seconds / interpolate(points, size)
+        nearest = min(points, key=lambda point: abs(point.size - size))
+        if nearest.unseen < STALE:
+            nearest.seconds *= min(max(change, 1 / MOST_CHANGE), MOST_CHANGE) ** NEWEST
+        else:
+            for point in points:
+                if point.unseen >= STALE:
+                    point.seconds *= change if point is nearest else min(change, 1)
+        for point in points:
+            point.unseen += 1
+        nearest.unseen = 0
+
+
+def interpolate(points: SequenceOf[CostPoint], size: int) -> float:
+    """The seconds at ``size`` on the line through the two nearest points."""
     if len(points) == 1:
-        return points[0][1]
-    right = next((index for index, (x, _) in enumerate(points) if index and x >= size), len(points) - 1)
-    (x0, y0), (x1, y1) = points[right - 1], points[right]
-    return max(y0 + (y1 - y0) * (size - x0) / (x1 - x0), min(y0, y1) / 2)
+        return points[0].seconds
+    right = next((index for index, point in enumerate(points) if index and point.size >= size), len(points) - 1)
+    low, high = points[right - 1], points[right]
+    slope = (high.seconds - low.seconds) / (high.size - low.size)
+    return max(low.seconds + slope * (size - low.size), min(low.seconds, high.seconds) / 2)
 
 
 def tokens_per_forward(window: Window, rates: SequenceOf[float]) -> float:
@@ -102,11 +151,17 @@ def fastest(candidates: SequenceOf[Window], rates: SequenceOf[float], num_seqs: 
 class WindowPolicy:
     """Chooses the window of each step."""
 
-    def __init__(self, block_size: int, default_groups: int, cost: Cost) -> None:
-        """``default_groups``: mask groups of requests that name none and whose text depends on the window."""
+    def __init__(self, block_size: int, default_groups: int, cost: Cost, *, explores: bool = False) -> None:
+        """``default_groups``: mask groups of requests that name none and whose text depends on the window.
+
+        ``explores``: try a chain now and then while single tokens seem faster, for costs that are kept up to date.
+        """
         self.acceptance = Acceptance(block_size - 1)
         self._default_groups = default_groups
         self._cost = cost
+        self._explores = explores
+        self._pause = TRIAL_EVERY[0]  # steps with single tokens between two trials
+        self._until_trial = self._pause  # below zero during a trial
 
     def choose(self, sequences: SequenceOf[Sequence], host_seconds: float = 0.0) -> Window:
         """What some sequence needs, or else what is fastest for this many.
@@ -128,7 +183,31 @@ class WindowPolicy:
         def cost(num_seqs: int, window: Window) -> float:
             return max(self._cost(num_seqs, window), host_seconds)
 
-        return fastest(candidates, self.acceptance.rates(), len(sequences), cost)
+        rates = self.acceptance.rates()
+        best = fastest(candidates, rates, len(sequences), cost)
+        if self._explores and self._tries_chain(best, candidates[1], rates, len(sequences)):
+            return candidates[1]
+        return best
+
+    def _tries_chain(self, best: Window, chain: Window, rates: SequenceOf[float], num_seqs: int) -> bool:
+        """While single tokens seem fastest, is it time to see what a chain costs and how many drafts are accepted?
+
+        The tokens of a trial count like any others. The more it took, the later the next one, but at most twice as late
+        as the one before: it may have been slow because of other work.
+        """
+        fewest, most = TRIAL_EVERY
+        if best.groups:
+            if self._until_trial < 0:
+                self._until_trial = self._pause = fewest
+            return False
+        if tokens_per_forward(chain, rates) < WORTH_TRYING:
+            return False
+        if self._until_trial <= -TRIAL:
+            lost = TRIAL * (self._cost(num_seqs, chain) / self._cost(num_seqs, best) - 1)  # steps, if no draft passes
+            self._pause = int(min(max(lost / TRIAL_LOSS, fewest), 2 * self._pause, most))
+            self._until_trial = self._pause
+        self._until_trial -= 1
+        return self._until_trial < 0
 
     def groups(self, sequence: Sequence) -> int:
         """Most mask groups of the sequence's window."""

@@ -21,13 +21,12 @@ from mars.models import Settings, load_checkpoint
 from mars.models.layout import store_by_rows
 from mars.models.loading import brings_adapter
 from mars.models.settings import choose_mask_token
-from mars.training.files import write_whole
 from mars.training.objective import Objective, examine
 from mars.training.packing import Collator
-from mars.training.prepare import Prepared, prepare
+from mars.training.prepare import Prepared, check_owner, prepare
 from mars.training.publish import publish
 from mars.training.recipe import Recipe, Stage
-from mars.training.trainer import MarsTrainer, arguments, last_checkpoint, rows_per_step
+from mars.training.trainer import MarsTrainer, arguments, check_trainer_options, last_checkpoint, rows_per_step
 
 FINISHED = "finished"
 RANK = 32
@@ -52,14 +51,11 @@ def train(recipe: Recipe) -> Path:
     if model_folder.exists():
         raise MarsError(f"{model_folder} is finished already: remove {recipe.output} or choose another output")
     with state.main_process_first():
-        stored = recipe.output / "recipe.json"
-        if not stored.exists():
-            if state.is_main_process:
-                recipe.output.mkdir(parents=True, exist_ok=True)
-                write_whole(stored, recipe.model_dump_json(indent=2))
-        elif json.loads(stored.read_text()) != recipe.model_dump(mode="json"):
-            raise MarsError(f"{recipe.output} belongs to another recipe ({stored}): choose another output or remove it")
+        check_owner(recipe)
+        check_trainer_options(recipe)
         model = load_model(recipe)
+        if recipe.adapter is not None:
+            _restore(model.module, recipe.adapter)
         data = prepare(recipe, model.tokenizer)
     if state.is_main_process:
         print(data.report, file=sys.stderr)

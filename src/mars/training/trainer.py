@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from mars.errors import MarsError
@@ -56,6 +57,17 @@ def arguments(recipe: Recipe, stage: Stage, folder: Path, rows: int) -> Training
     if made.max_steps <= 0:
         made.max_steps = max(1, round(made.num_train_epochs * rows / rows_per_step(made)))
     return made
+
+
+def check_trainer_options(recipe: Recipe) -> None:
+    """Raise if a stage's options are not usable, before anything is read or written."""
+    for stage in recipe.stages:
+        args = arguments(recipe, stage, recipe.output, rows=1)
+        try:
+            for callback in get_reporting_integration_callbacks(args.report_to):
+                callback()
+        except (ImportError, RuntimeError, ValueError) as error:
+            raise MarsError(f"the trainer options of the recipe are not usable: {error}") from None
 
 
 def _number(value: Any) -> Any:
