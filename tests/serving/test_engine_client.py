@@ -149,7 +149,7 @@ def test_what_the_engine_has_not_read_is_bounded(monkeypatch) -> None:
 
 def test_all_choices_of_a_prompt_are_one_message_that_shares_what_is_the_same(monkeypatch) -> None:
     async def test(client: LoneClient) -> None:
-        bias = {token: 1.0 for token in range(VOCABULARY)}
+        bias = dict.fromkeys(range(VOCABULARY), 1.0)
         shared = {"prompt": [1] * 200, "grammar": "x" * 1000}
         client.add_requests([Request(**shared, sampling=SamplingParams(seed=n, logit_bias=bias)) for n in range(50)])
         [message] = client.received()

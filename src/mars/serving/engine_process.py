@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import signal
 import time
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from mars.engine import Engine, error_text
 from mars.errors import MarsError
 from mars.method.acceptance import Dial
 from mars.models import load_checkpoint
-from mars.serving import messages
+from mars.serving import logs, messages
 
 log = logging.getLogger("mars.serving")
 IDLE_SECONDS = 0.5  # how long to wait for a message while there is nothing to do
@@ -51,18 +52,30 @@ class EngineOptions:
     warm_up: Literal["all", "greedy"] = "all"  # what a GPU is made ready for before the first request comes
     dials: tuple[Dial, ...] = (Dial("relaxed", 0.5), Dial("threshold", 0.9))
     """And for which dials besides exact: one of each kind, since they will be turned"""
+    log_level: str | None = None  # of a log in JSON; None: as Python logs by default
 
 
 def main(connection: Connection, options: EngineOptions) -> None:
     """The process: load, say so, and step until the server hangs up."""
+    code = _run(connection, options)
+    logging.shutdown()
+    os._exit(code)  # without an orderly end, of which libraries only make warnings of leaks
+
+
+def _run(connection: Connection, options: EngineOptions) -> int:
+    """Returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to stop
+    if options.log_level is not None:
+        logs.install(options.log_level)
     try:
         EngineProcess(connection, options).run()
     except (EOFError, BrokenPipeError):
         pass  # the server is gone
     except Exception as error:
-        connection.send(messages.EngineFailed(f"{type(error).__name__}: {error}"))
-        raise
+        log.exception("the engine has failed")
+        connection.send(messages.EngineFailed(error_text(error)))
+        return 1
+    return 0
 
 
 class EngineProcess:

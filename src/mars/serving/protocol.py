@@ -12,6 +12,7 @@ from mars.method.acceptance import Dial
 from mars.method.sampling import SamplingParams
 from mars.serving.tools import Style, Toolbox
 
+MOST_BIASED = 1024  # tokens of a logit_bias
 TokenBias = Annotated[float, Field(ge=-100, le=100)]
 Stop = str | Annotated[list[str], Field(max_length=16)]
 
@@ -53,6 +54,13 @@ class BaseCompletionRequest(Strict):
     def _null_is_nothing(cls, body: Any) -> Any:
         """As at OpenAI, whose clients send null for what is not given."""
         return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _few_enough(cls, bias: Any) -> Any:
+        if isinstance(bias, dict) and len(bias) > MOST_BIASED:
+            raise ValueError(f"names {len(bias)} tokens, but at most {MOST_BIASED} are allowed")
+        return bias
 
     @field_validator("dial")
     @classmethod
