@@ -58,7 +58,7 @@ def running(command: Sequence[object], ready: str, env: Mapping[str, str] | None
 @contextmanager
 def mars_serve(*options: object, env: Mapping[str, str] | None = None) -> Iterator[Server]:
     command = [sys.executable, "-m", "mars", "serve", "--port", 0, *options]
-    with running(command, r"Serving .* on (http://\S+)", env) as server:
+    with running(command, r"(http://[^\s\"]+)", env) as server:
         yield server
 
 

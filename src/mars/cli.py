@@ -295,6 +295,13 @@ def serve(
         Literal["debug", "info", "warning"], Option(help="Of the log, whose lines are JSON.")
     ] = "info",
     log_prompts: Annotated[bool, Option("--log-prompts", help="Have prompts and answers in the log.")] = False,
+    max_connections: Annotated[int, Option(min=1, help="Connections that may be open at a time.")] = 1000,
+    allowed_host: Annotated[
+        list[str] | None, Option(help="Name that clients may call the server by; may be given again.")
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None, Option(help="Origin of pages that may use the server; may be given again.")
+    ] = None,
     engine: EngineOption = "mars",
 ) -> None:
     """Serve a model with OpenAI's API. --dial auto leaves the dial to the load, between exact and --floor.

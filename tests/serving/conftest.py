@@ -56,12 +56,14 @@ def serving(*options: object, model: Path | str, name: str = MODEL) -> Iterator[
         path = Path(log.name)
         try:
             until(lambda: "http://" in path.read_text() or process.poll() is not None, 120)
-            found = re.search(r"http://\S+", path.read_text())
+            found = re.search(r"http://[^\s\"]+", path.read_text())
             assert found, f"the server did not start: {path.read_text()}"
             yield Address(found[0], path)
         finally:
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 0, f"the server did not stop by itself: {path.read_text()[-2000:]}"
+            plain = [line for line in path.read_text().splitlines() if not line.startswith("{")]
+            assert not plain, f"the log has lines that are no JSON: {plain}"
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import socket
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Thread
 
@@ -11,6 +15,7 @@ import httpx2 as httpx
 import pytest
 
 from mars import cli
+from mars.serving import body_limit
 from tests.serving.conftest import MODEL, Address, engine_at, serving, until
 
 ASK = {"model": MODEL, "messages": [{"role": "user", "content": "abcabcabc"}], "max_tokens": 8, "temperature": 0}
@@ -110,3 +115,132 @@ def test_a_stopped_engine_is_noticed_and_started_again(letters: Path) -> None:
         until(lambda: http.get("/health").status_code == 200, 60)
         assert engine_at(address).pid != first.pid and not first.is_running()
         assert http.post("/v1/chat/completions", json=ASK).status_code == 200
+
+
+# --- who may ask, and how long they may take
+
+
+def connect(address: str, sent: bytes = b"") -> socket.socket:
+    url = httpx.URL(address)
+    made = socket.create_connection((url.host, url.port), 30)
+    made.sendall(sent)
+    return made
+
+
+def answer(made: socket.socket) -> bytes:
+    """All that comes until the server hangs up."""
+    received = b""
+    while part := made.recv(2**16):
+        received += part
+    return received
+
+
+def test_keys_come_before_bodies_and_hosts_before_both(letters: Path) -> None:
+    options = ("--api-key", "use", "--admin-key", "run", "--allowed-host", "mars.test", "--cors-origin", "http://a.b")
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4000000\r\n\r\n"
+    with serving(*options, model=letters) as address, httpx.Client(base_url=address, timeout=30) as http:
+        with connect(address, head) as made:  # its body never comes
+            assert b" 401 " in made.recv(1000)
+
+        def ask(key: str = "bearer use", **headers: str) -> httpx.Response:
+            return http.post("/v1/chat/completions", json=ASK, headers={"Authorization": key, **headers})
+
+        assert ask().status_code == ask("BEARER run").status_code == 200
+        assert ask("use").status_code == ask("Basic use").status_code == ask("").status_code == 401
+        for name, status in {"mars.test:80": 200, "LOCALHOST": 200, "[::1]:1": 200, "evil.test": 400}.items():
+            assert ask(Host=name).status_code == status
+        assert ask(Host="evil.test").json()["error"]["code"] == "unknown_host"
+        refused = http.put("/v1/dial", json={"dial": "exact"}, headers={"Authorization": "Bearer use"})
+        assert refused.status_code == 401 and "turning the dial needs the admin key" in refused.text
+        assert ask(Origin="http://a.b").headers["access-control-allow-origin"] == "http://a.b"
+        assert "access-control-allow-origin" not in ask(Origin="http://c.d").headers
+        asking = {"Origin": "http://a.b", "Access-Control-Request-Method": "POST"}
+        assert http.options("/v1/chat/completions", headers=asking).status_code == 200
+
+
+def test_the_page_cannot_be_framed(http: httpx.Client) -> None:
+    found = http.get("/")
+    assert found.headers["x-frame-options"] == "DENY"
+    assert found.headers["content-security-policy"] == "frame-ancestors 'none'"
+
+
+def test_connections_that_say_nothing_make_room_and_end(letters: Path) -> None:
+    with serving("--max-connections", 4, "--host", "0.0.0.0", model=letters) as served, ExitStack() as stack:
+        [warning] = [line for line in served.log.read_text().splitlines() if "anybody who can reach" in line]
+        assert json.loads(warning)["level"] == "warning"
+        address = served.replace("0.0.0.0", "127.0.0.1")
+        started = time.monotonic()
+        idle = [stack.enter_context(connect(address, b"POST /v1/chat" if n else b"")) for n in range(6)]
+        assert httpx.get(f"{address}/health").status_code == 200
+        assert answer(idle[0]) == answer(idle[1]) == answer(idle[2]) == b"" and time.monotonic() - started < 5
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+        busy = [stack.enter_context(connect(address, head)) for _ in range(4)]
+        time.sleep(0.5)
+        with connect(address) as refused:
+            said = answer(refused)
+        assert b" 503 " in said and json.loads(said.partition(b"\r\n\r\n")[2])["error"]["type"] == "service_unavailable"
+        for each in busy:
+            each.close()
+        with connect(address, b"POST /v1/chat") as slow:  # its headers never end
+            started = time.monotonic()
+            assert answer(slow) == b"" and 8 < time.monotonic() - started < 20
+
+
+def test_a_body_must_arrive_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_limit, "BODY_SECONDS", 0.05)
+    sent: list[dict] = []
+
+    async def receive() -> dict:
+        await asyncio.sleep(0.02)
+        return {"type": "http.request", "body": b" ", "more_body": True}
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "headers": []}
+    asyncio.run(body_limit.BodyLimit(None, most=1000)(scope, receive, send))
+    assert sent[0]["status"] == 408 and (b"connection", b"close") in sent[0]["headers"]
+    assert json.loads(sent[1]["body"])["error"]["message"].startswith("the body did not arrive")
+
+
+@pytest.mark.parametrize(
+    ("text", "lone"),
+    [
+        (r"\ud83d\ude00", False),
+        (r"\ud83d", True),
+        (r"\ude00\ud83d", True),
+        (r"\\\ud83d", True),
+        (r"\\ud83d", False),
+        (r"\ud83d\\\ude00", True),
+        (r"\\ud83d\ude00", True),
+        (r"\u00e4", False),
+    ],
+)
+def test_halves_of_characters_are_found_without_parsing(text: str, lone: bool) -> None:
+    try:
+        json.loads(f'"{text}"').encode()
+        assert not lone
+    except UnicodeEncodeError:
+        assert lone
+    assert body_limit._has_lone_surrogates(f'{{"model": "{text}"}}'.encode()) is lone
+
+
+def test_bodies_made_to_hurt(http: httpx.Client) -> None:
+    def post(body: bytes) -> httpx.Response:
+        return http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+
+    assert post(b"[" * 100_000 + b"]" * 100_000).status_code == 400
+    assert post(b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}").status_code == 400
+    many = http.post("/v1/chat/completions", json=ASK | {"logit_bias": {str(n): 1 for n in range(2000)}})
+    assert many.status_code == 400 and "at most 1024" in many.text
+    refused, failed = (
+        http.post(
+            "/v1/chat/completions",
+            json=ASK | {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+        )
+        for schema in ({"type": "nonsense"}, {"type": "string"})
+    )
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "response_format"
+    assert failed.status_code == 500  # this model has no tokens for JSON
+    assert failed.json()["error"]["type"] == "server_error" and "the request has failed" in failed.text
+    assert http.post("/v1/chat/completions", json=ASK).status_code == 200

@@ -52,11 +52,11 @@ class GrammarCompiler:
             import llguidance
             import llguidance.hf
         except ImportError:
-            raise MarsError("grammars need llguidance: pip install 'mars-decoding[serve]'") from None
+            raise MarsError("grammars need llguidance: pip install llguidance", param="grammar") from None
         try:
             self.tokens = llguidance.hf.from_tokenizer(tokenizer, vocabulary, sorted(end_tokens))
         except ValueError as error:
-            raise MarsError(f"grammars cannot be used with this model's tokenizer: {error}") from error
+            raise MarsError(f"grammars cannot be used with this model's tokenizer: {error}", param="grammar") from error
         self.vocabulary = vocabulary
         self.executor = llguidance.LLExecutor()
         self._compiled: OrderedDict[str, Any] = OrderedDict()  # the least recently used first

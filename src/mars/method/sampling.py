@@ -219,10 +219,11 @@ def bias_tensor(params: Sequence[SamplingParams], vocabulary: int, banned: int |
     biased = any(each.logit_bias for each in params)
     bias = torch.zeros(len(params) if biased else 1, vocabulary)
     for index, each in enumerate(params):
-        for token, value in each.logit_bias.items():
-            if not 0 <= token < vocabulary:
-                raise MarsError(f"logit_bias names token {token}, but the vocabulary has {vocabulary} tokens")
-            bias[index, token] = value
+        if each.logit_bias:
+            tokens = torch.tensor(list(each.logit_bias))
+            if unknown := tokens[(tokens < 0) | (tokens >= vocabulary)].tolist():
+                raise MarsError(f"logit_bias names token {unknown[0]}, but the vocabulary has {vocabulary} tokens")
+            bias[index, tokens] = torch.tensor(list(each.logit_bias.values()), dtype=bias.dtype)
     if banned is not None:
         bias[:, banned] = -math.inf
     return bias

@@ -1,19 +1,20 @@
-"""The endpoints of the server, and their keys."""
+"""The endpoints of the server."""
 
-import secrets
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path as FilePath
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, Path, Request
+from fastapi import APIRouter, FastAPI, Path, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
 
 import mars
 from mars.method.acceptance import Dial
 from mars.models.prompts import encode, encode_chat
 from mars.serving import errors, logs
+from mars.serving.access import Access
 from mars.serving.body_limit import BodyLimit
 from mars.serving.errors import ApiError, naming
 from mars.serving.protocol import (
@@ -25,15 +26,22 @@ from mars.serving.protocol import (
     DialRequest,
     TokenizeRequest,
 )
-from mars.serving.service import Rules, Service
+from mars.serving.service import Service
 from mars.serving.tools import Style
 
 PAGE = FilePath(__file__).parent / "page"
+UNFRAMED = {"X-Frame-Options": "DENY", "Content-Security-Policy": "frame-ancestors 'none'"}
 
 
 def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="MARS", version=mars.__version__, docs_url=None, redoc_url=None, responses=errors.POSSIBLE)
-    app.add_middleware(BodyLimit, most=service.rules.max_body)
+    rules = service.rules
+    app.add_middleware(BodyLimit, most=rules.max_body)
+    app.add_middleware(Access, api_key=rules.api_key, admin_key=rules.admin_key, hosts=rules.hosts)
+    if rules.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=rules.cors_origins, allow_methods=["*"], allow_headers=["*"], max_age=3600
+        )
     app.add_middleware(logs.RequestLog)
     errors.install(app)
     app.include_router(_completions(service))
@@ -67,7 +75,7 @@ class JsonRoute(APIRoute):
 
 
 def _completions(service: Service) -> APIRouter:
-    router = APIRouter(dependencies=[_user(service.rules)], route_class=JsonRoute)
+    router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/chat/completions")
     async def chat_completions(asked: ChatCompletionRequest, http: Request) -> Response:
@@ -121,7 +129,7 @@ async def _chat(service: Service, asked: ChatCompletionRequest, http: Request) -
 
 
 def _tokens(service: Service) -> APIRouter:
-    router = APIRouter(dependencies=[_user(service.rules)], route_class=JsonRoute)
+    router = APIRouter(route_class=JsonRoute)
 
     @router.post("/tokenize")
     async def tokenize(asked: TokenizeRequest, http: Request) -> dict[str, Any]:
@@ -152,11 +160,11 @@ def _dial(service: Service) -> APIRouter:
         floor = None if service.rules.floor is None else str(service.rules.floor)
         return {"dial": str(service.dial), "floor": floor, "auto": service.is_auto}
 
-    @router.get("/v1/dial", dependencies=[_user(service.rules)])
+    @router.get("/v1/dial")
     async def show_dial() -> dict[str, Any]:
         return state()
 
-    @router.put("/v1/dial", dependencies=[Depends(_requires(service.rules.admin_key or service.rules.api_key))])
+    @router.put("/v1/dial")
     async def turn_dial(asked: DialRequest) -> dict[str, Any]:
         service.set_dial(None if asked.dial == AUTO else Dial.parse(asked.dial))
         return state()
@@ -186,22 +194,6 @@ def _operation(service: Service) -> APIRouter:
 
 def _file(path: FilePath) -> Callable[[Request], Awaitable[Response]]:
     async def send(_: Request) -> Response:
-        return FileResponse(path)
+        return FileResponse(path, headers=UNFRAMED)
 
     return send
-
-
-def _user(rules: Rules) -> Any:
-    return Depends(_requires(rules.api_key, rules.admin_key if rules.api_key else None))
-
-
-def _requires(*keys: str | None) -> Callable[[Request], Awaitable[None]]:
-    """One of the keys must be given, if there are any; compared in constant time."""
-
-    async def check(http: Request) -> None:
-        given = http.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        matches = [secrets.compare_digest(given, key.encode()) for key in keys if key]
-        if matches and not any(matches):
-            raise ApiError(401, "a valid API key is needed: Authorization: Bearer …", code="invalid_api_key")
-
-    return check

@@ -1,10 +1,16 @@
 """A limit on the bodies of requests, before they are parsed."""
 
-import json
+import asyncio
+import re
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mars.serving.errors import ApiError
+
+BODY_SECONDS = 30.0  # for a whole body to arrive
+CLOSE = {"Connection": "close"}
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 
 
 class BodyLimit:
@@ -19,16 +25,21 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         declared = dict(scope["headers"]).get(b"content-length", b"0")
-        body, ended = b"", False
-        too_long = declared.isdigit() and int(declared) > self._most
-        while not ended and not too_long:
-            message = await receive()
-            body += message.get("body", b"")
-            ended = not message.get("more_body", False)
-            too_long = len(body) > self._most
-        if too_long:
-            await ApiError(413, f"the body is longer than {self._most} bytes").response()(scope, receive, send)
+        if declared.isdigit() and int(declared) > self._most:
+            await self._too_long().response()(scope, receive, send)
             return
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await self._read(receive)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        except TimeoutError:
+            late = ApiError(408, f"the body did not arrive within {BODY_SECONDS:.0f} seconds", headers=CLOSE)
+            await late.response()(scope, receive, send)
+            return
+        if body is None:
+            return  # the client is gone
         if _has_lone_surrogates(body):
             await ApiError(400, "the body has halves of characters (lone surrogates)").response()(scope, receive, send)
             return
@@ -39,15 +50,29 @@ class BodyLimit:
 
         await self._app(scope, again, send)
 
+    async def _read(self, receive: Receive) -> bytes | None:
+        """The whole body; None if the client hangs up."""
+        body, ended = bytearray(), False
+        while not ended:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")
+            ended = not message.get("more_body", False)
+            if len(body) > self._most:
+                raise self._too_long()
+        return bytes(body)
+
+    def _too_long(self) -> ApiError:
+        return ApiError(413, f"the body is longer than {self._most} bytes")
+
 
 def _has_lone_surrogates(body: bytes) -> bool:
-    """Does some text in it have half of a pair like \\ud83d\\ude00? JSON may have that, text may not."""
-    if b"\\ud" not in body.lower():
+    """Does some text in it have half of a pair like \\ud83d\\ude00? JSON may have that, text may not.
+
+    Found without parsing, which would take too long for a large body.
+    """
+    if SURROGATE.search(body) is None:
         return False
-    try:
-        json.dumps(json.loads(body), ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return True
-    except (ValueError, RecursionError):
-        pass  # not JSON at all, which is told elsewhere
-    return False
+    unescaped = body.replace(rb"\\", b"_")  # a backslash itself, so that what follows is no escape
+    return SURROGATE.search(PAIR.sub(b"_", unescaped)) is not None

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import signal
 import time
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from mars.core.sequence import Sequence
 from mars.engine import Engine, error_text
 from mars.errors import MarsError
 from mars.models import load_checkpoint
-from mars.serving import messages
+from mars.serving import logs, messages
 
 log = logging.getLogger("mars.serving")
 IDLE_SECONDS = 0.5  # how long to wait for a message while there is nothing to do
@@ -46,11 +47,21 @@ class EngineOptions:
     max_num_seqs: int = 64
     memory: int | float | None = None
     max_waiting: int | None = None  # more than so many besides those that run are refused by the server
+    log_level: str | None = None  # of a log in JSON; None: as Python logs by default
 
 
 def main(connection: Connection, options: EngineOptions) -> None:
     """The process: load, say so, and step until the server hangs up."""
+    code = _run(connection, options)
+    logging.shutdown()
+    os._exit(code)  # without an orderly end, of which libraries only make warnings of leaks
+
+
+def _run(connection: Connection, options: EngineOptions) -> int:
+    """Returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to stop
+    if options.log_level is not None:
+        logs.install(options.log_level)
     try:
         EngineProcess(connection, options).run()
     except (EOFError, BrokenPipeError):
@@ -58,8 +69,10 @@ def main(connection: Connection, options: EngineOptions) -> None:
     except MarsError as error:  # somebody's mistake, not ours: the message is all it needs
         connection.send(messages.EngineFailed(str(error)))
     except Exception as error:
-        connection.send(messages.EngineFailed(f"{type(error).__name__}: {error}"))
-        raise
+        log.exception("the engine has failed")
+        connection.send(messages.EngineFailed(error_text(error)))
+        return 1
+    return 0
 
 
 class EngineProcess:

@@ -9,6 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from transformers.utils import logging as library_logging
 
 log = logging.getLogger("mars.serving")
 ID_HEADER = b"x-request-id"
@@ -27,13 +28,16 @@ class JsonLines(logging.Formatter):
 
 
 def install(level: str) -> None:
-    """To standard error, ours and the web server's alike."""
+    """To standard error: our lines, and the warnings of all libraries, which have no progress bars here."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
-    for name in ("mars", "uvicorn.error"):
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(level.upper() if name == "mars" else "WARNING")
+    logging.basicConfig(handlers=[handler], level="WARNING", force=True)
+    logging.captureWarnings(True)
+    logging.getLogger("mars").setLevel(level.upper())
+    for library in ("transformers", "huggingface_hub"):  # they have handlers of their own
+        logger = logging.getLogger(library)
+        logger.handlers, logger.propagate = [], True
+    library_logging.disable_progress_bar()
 
 
 def note(scope: Scope, **facts: Any) -> None:

@@ -46,6 +46,7 @@ class Metrics:
             "mars:governor_moves", "Turns of the dial by load", ["model_name", "direction"], registry=self.registry
         )
         self.restarts = self._make(Gauge, "mars:engine_restarts", "How often the engine's process was started again")
+        self.open = self._make(Gauge, "mars:open_requests", "Requests that the engine may still have")
         self.dial = Gauge("mars:dial", "1 for the server's dial", ["model_name", "dial"], registry=self.registry)
         client.listeners.append(self._receive)
 
@@ -82,6 +83,7 @@ class Metrics:
         self.running.set(load.running)
         self.waiting.set(load.waiting)
         self.cache_use.set(load.cache_usage)
+        self.open.set(self._client.num_open)
         self.restarts.set(self._client.restarts)
         self.dial.clear()
         self.dial.labels(self._model, dial).set(1)

@@ -28,6 +28,7 @@ MAX_PROMPTS = 128
 MAX_DEPTH = 100  # of schemas and arguments
 GREEDY_BELOW = 1e-5  # logits divided by a lower temperature are beyond float32
 NOTHING = {"modalities": ["text"], "echo": False}  # of parameters that are not supported, values that ask for nothing
+MOST_BIASED = 1024  # tokens of a logit_bias
 
 
 class Strict(BaseModel):
@@ -119,6 +120,13 @@ class BaseCompletionRequest(Ignored):
         if not isinstance(body, dict):
             return body
         return {name: value for name, value in body.items() if name not in NOTHING or value != NOTHING[name]}
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _few_enough(cls, bias: Any) -> Any:
+        if isinstance(bias, dict) and len(bias) > MOST_BIASED:
+            raise ValueError(f"names {len(bias)} tokens, but at most {MOST_BIASED} are allowed")
+        return bias
 
     @field_validator("dial")
     @classmethod

@@ -2,12 +2,14 @@
 
 import asyncio
 import gc
+import logging
+import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from ipaddress import ip_address
 
 import uvicorn
 from rich.console import Console
@@ -17,7 +19,9 @@ from mars.errors import MarsError
 from mars.method.acceptance import Dial
 from mars.models import builtin
 from mars.serving import logs
+from mars.serving.access import LOOPBACK_HOSTS
 from mars.serving.app import create_app
+from mars.serving.connections import LimitedProtocol, raise_file_limit
 from mars.serving.engine_client import EngineClient
 from mars.serving.engine_process import EngineOptions
 from mars.serving.governor import Target
@@ -25,6 +29,7 @@ from mars.serving.messages import FromEngine, WarmingUp
 from mars.serving.service import Rules, Service
 
 DRAIN_SECONDS = 30
+log = logging.getLogger("mars.serving")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,9 @@ class Serving:
     target: Target
     log_level: str
     log_prompts: bool
+    max_connections: int
+    allowed_host: list[str] | None
+    cors_origin: list[str] | None
 
 
 def run(serving: Serving) -> None:
@@ -56,6 +64,7 @@ def run(serving: Serving) -> None:
         serving.floor,
         max_new_tokens=serving.max_new_tokens,
         log_prompts=serving.log_prompts,
+        cors_origins=tuple(serving.cors_origin or ()),
     )
     logs.install(serving.log_level)
     if serving.dial is not None and not rules.allows(serving.dial):
@@ -64,11 +73,17 @@ def run(serving: Serving) -> None:
         builtin.fetch()  # shows its progress
     with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
         runner.run(_serve(serving, rules))
+    logging.shutdown()
+    os._exit(0)  # without an orderly end, of which libraries only make warnings of leaks
 
 
 async def _serve(serving: Serving, rules: Rules) -> None:
     console = Console(stderr=True, highlight=False)
     listening = _listen(serving.host, serving.port)
+    host, port = listening.getsockname()[:2]
+    rules = replace(rules, hosts=_hosts(host, serving.allowed_host or ()))
+    if not ip_address(host).is_loopback and not serving.api_key:
+        log.warning("anybody who can reach %s may ask, and turn the dial: set --api-key", host)
     client = EngineClient(
         EngineOptions(
             serving.model,
@@ -77,38 +92,64 @@ async def _serve(serving: Serving, rules: Rules) -> None:
             max_num_seqs=serving.max_num_seqs,
             memory=serving.memory,
             max_waiting=serving.max_waiting,
+            log_level=serving.log_level,
         )
     )
     if serving.dial is not None:
         client.set_dial(serving.dial)
     client.start()
     try:
-        with console.status(f"Loading {serving.model} …") as status:
-
-            def show(message: FromEngine) -> None:
-                if isinstance(message, WarmingUp):
-                    status.update(f"Warming up: {message.done} of {message.total}")
-
-            client.listeners.append(show)
-            await client.ready()
-            client.listeners.remove(show)
+        await _load(client, serving.model, console)
         service = Service(client, rules, auto=serving.auto, target=serving.target)
         governing = asyncio.create_task(service.govern())
         config = uvicorn.Config(
             create_app(service),
             log_config=None,
             access_log=False,
+            http=LimitedProtocol,
             timeout_graceful_shutdown=DRAIN_SECONDS,
             lifespan="off",
         )
         gc.collect()
         gc.freeze()  # as the engine's process does
-        host, port = listening.getsockname()[:2]
-        announce = partial(console.print, f"Serving {service.name} on http://{host}:{port}", markup=False)
-        await _Server(config, announce).serve(sockets=[listening])
+        LimitedProtocol.most = raise_file_limit(serving.max_connections)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        await _Server(config, lambda: _announce(service.name, url, console)).serve(sockets=[listening])
         governing.cancel()
     finally:
         await client.stop()
+
+
+async def _load(client: EngineClient, model: str, console: Console) -> None:
+    """Wait for the model; on a terminal, show how far it is."""
+    if not console.is_terminal:
+        log.info("loading", extra={"facts": {"model": model}})
+        await client.ready()
+        return
+    with console.status(f"Loading {model} …") as status:
+
+        def show(message: FromEngine) -> None:
+            if isinstance(message, WarmingUp):
+                status.update(f"Warming up: {message.done} of {message.total}")
+
+        client.listeners.append(show)
+        await client.ready()
+        client.listeners.remove(show)
+
+
+def _announce(name: str, url: str, console: Console) -> None:
+    if console.is_terminal:
+        console.print(f"Serving {name} on {url}", markup=False)
+    else:
+        log.warning("serving", extra={"facts": {"model": name, "url": url}})  # whatever the log's level is
+
+
+def _hosts(address: str, allowed: Sequence[str]) -> frozenset[str] | None:
+    """What the server may be called: on this machine alone, its usual names, so that no page elsewhere can reach it."""
+    names = frozenset(each.lower() for each in allowed)
+    if ip_address(address).is_loopback:
+        return LOOPBACK_HOSTS | {address, f"[{address}]"} | names
+    return names or None
 
 
 class _Server(uvicorn.Server):

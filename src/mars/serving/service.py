@@ -41,6 +41,8 @@ class Rules:
     max_body: int = 4 * 2**20
     max_new_tokens: int | None = None  # of one answer; longer ones are refused
     log_prompts: bool = False  # and answers
+    hosts: frozenset[str] | None = None  # names that the server may be called by; None: any
+    cors_origins: tuple[str, ...] = ()  # of pages elsewhere that may ask
 
     def allows(self, dial: Dial) -> bool:
         """Is this dial as strict as the floor? Dials of different kinds cannot be compared, so only its own is."""
