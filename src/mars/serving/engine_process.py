@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import select
 import signal
 import time
 from collections.abc import Mapping
@@ -81,6 +82,8 @@ class EngineProcess:
         with suppress(MarsError):  # where grammars are possible, the first one shall not wait
             grammar_compiler(checkpoint)
         self._connection = connection
+        self._incoming = select.poll()  # far cheaper than `Connection.poll`
+        self._incoming.register(connection.fileno(), select.POLLIN)
         self._sending = Lock()
         self._engine = Engine(checkpoint, max_num_seqs=options.max_num_seqs, memory=options.memory)
         for done, total in self._engine.warm_up():
@@ -122,7 +125,7 @@ class EngineProcess:
 
     def _receive_all(self) -> None:
         patience = 0.0 if self._sequences else PREPARING_SECONDS if self._preparing else IDLE_SECONDS
-        while self._connection.poll(patience):
+        while self._incoming.poll(1000 * patience):
             self._receive(self._connection.recv())
             patience = 0.0
 

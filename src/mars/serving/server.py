@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +30,9 @@ from mars.serving.messages import FromEngine, WarmingUp
 from mars.serving.service import Rules, Service
 
 DRAIN_SECONDS = 30
+SWITCH_SECONDS = (
+    0.0005  # that a thread which tokenises may keep the event loop waiting; Python's own are ten times that
+)
 log = logging.getLogger("mars.serving")
 
 
@@ -67,6 +71,7 @@ def run(serving: Serving) -> None:
         cors_origins=tuple(serving.cors_origin or ()),
     )
     logs.install(serving.log_level)
+    sys.setswitchinterval(SWITCH_SECONDS)
     if serving.dial is not None and not rules.allows(serving.dial):
         raise MarsError(f"the dial {serving.dial} is looser than the floor {serving.floor}")
     if serving.model in (builtin.NAME, builtin.BASE):
