@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mars.core.request import ModelInfo
-from mars.core.schema import explain, require_finite
+from mars.core.schema import check_schema, explain
 from mars.errors import MarsError
 
 WHITESPACE = r"[ \n\t]{0,20}"
@@ -27,7 +27,7 @@ BITS = 32
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
     """JSON texts that a schema allows; raises if there can be none."""
-    require_finite(schema)
+    check_schema(schema)
     return lark_grammar(f"start: {json_rule(schema)}")
 
 
