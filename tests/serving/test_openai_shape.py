@@ -305,6 +305,25 @@ def test_what_llguidance_says_in_plain_words(text: str, meaning: str) -> None:
     assert explain(text).startswith(meaning)
 
 
+@pytest.mark.parametrize("step", [2147483648, 123456.7, 1.0000001])
+def test_steps_that_take_minutes_to_compile(step: float) -> None:
+    with pytest.raises(MarsError, match="too many digits"):
+        json_grammar({"type": "object", "properties": {"a": {"type": "number", "multipleOf": step}}})
+    assert json_grammar({"anyOf": [{"multipleOf": 86400}, {"multipleOf": 0.01}, {"multipleOf": 1e9}]})
+
+
+def test_references_to_nothing(http: httpx.Client) -> None:
+    nowhere = {"type": "object", "properties": {"a": {"$ref": "#/$defs/none"}}, "required": ["a"]}
+    refused(
+        http.post(CHATS, json=CHAT | schema(nowhere)), "response_format", "the reference #/$defs/none leads nowhere"
+    )
+    body = CHAT | tools(nowhere) | {"tool_choice": "required"}
+    refused(http.post(CHATS, json=body), "tools", "the reference #/$defs/none leads nowhere")
+    refused(http.post(CHATS, json=CHAT | schema({"$ref": "other"})), "response_format", "other leads out of the schema")
+    either = {"oneOf": [{"properties": {"a": {"type": "string"}}}, {"properties": {"b": {"type": "integer"}}}]}
+    refused(http.post(CHATS, json=CHAT | schema(either)), "response_format", "use anyOf")
+
+
 @pytest.mark.parametrize("depth", [150, 800])
 def test_what_is_nested_too_deeply(http: httpx.Client, depth: int) -> None:
     deep: dict = {"type": "string"}

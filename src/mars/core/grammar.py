@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mars.core.request import ModelInfo
-from mars.core.schema import explain, require_finite
+from mars.core.schema import check_schema, explain
 from mars.errors import MarsError
 
 WHITESPACE = r"[ \n\t]{0,20}"
@@ -31,7 +31,7 @@ CACHED_CHARACTERS = 8 * 2**20  # of their texts; what is compiled takes some ten
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
     """JSON texts that a schema allows; raises if there can be none."""
-    require_finite(schema)
+    check_schema(schema)
     return lark_grammar(f"start: {json_rule(schema)}")
 
 

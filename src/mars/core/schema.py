@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from itertools import chain
 from typing import Any
 from urllib.parse import unquote
@@ -12,73 +13,91 @@ from urllib.parse import unquote
 from mars.errors import MarsError
 
 Schema = Any  # an object, or true or false
+STEP_DIGITS = 5  # of ``multipleOf``; with two more, llguidance takes seconds
 LONGEST = 200  # characters of a pattern or a reason that are shown
 
 
-def require_finite(schema: Mapping[str, Any]) -> None:
+def check_schema(schema: Mapping[str, Any]) -> None:
+    """Raise if no text can follow a schema, or if llguidance would take minutes to compile it."""
+    _require_finite(schema)
+    for part in _parts(schema):
+        step = part.get("multipleOf")
+        if type(step) in (int, float) and len(Decimal(str(step)).normalize().as_tuple().digits) > STEP_DIGITS:
+            rule = f"at most {STEP_DIGITS} can be used"
+            raise MarsError(f"multipleOf {step} has too many digits: {rule}", param="grammar")
+
+
+def _require_finite(schema: Mapping[str, Any]) -> None:
     """Raise if every text that follows the schema would go on without end, as with ``{"$ref": "#"}``.
 
     A schema has a finite text if each of its `_needs` can be met by one that has.
     """
     needs: dict[int, list[list[Schema]]] = {}
+    names = _names(schema)
     found: list[Schema] = [schema]
     while found:
         part = found.pop()
         if id(part) not in needs:
-            needs[id(part)] = _needs(part, schema)
+            needs[id(part)] = _needs(part, names)
             found += chain.from_iterable(needs[id(part)])
     unmet = {part: len(groups) for part, groups in needs.items()}
     users: dict[int, list[tuple[int, int]]] = defaultdict(list)  # of a part: who needs it, as which of its needs
-    for part, groups in needs.items():
+    for user, groups in needs.items():
         for number, group in enumerate(groups):
             for member in group:
-                users[id(member)].append((part, number))
+                users[id(member)].append((user, number))
     finite = [part for part, count in unmet.items() if not count]
     met: set[tuple[int, int]] = set()
     while finite:
-        for user in users[finite.pop()]:
-            if user not in met:
-                met.add(user)
-                unmet[user[0]] -= 1
-                if not unmet[user[0]]:
-                    finite.append(user[0])
+        for user, number in users[finite.pop()]:
+            if (user, number) not in met:
+                met.add((user, number))
+                unmet[user] -= 1
+                if not unmet[user]:
+                    finite.append(user)
     if unmet[id(schema)]:
         raise MarsError("no text can follow the schema: it refers to itself without an end", param="grammar")
 
 
-def _needs(part: Schema, root: Schema) -> list[list[Schema]]:
+def _needs(part: Schema, names: Mapping[str, Schema]) -> list[list[Schema]]:
     """What a text that follows this part must have in it; of each list one is enough."""
     if not isinstance(part, Mapping):
         return []
-    needs = [[each] for each in _schemas(part.get("allOf"))]
-    needs += [members for key in ("anyOf", "oneOf") if (members := _schemas(part.get(key)))]
+    needs = [[each] for each in _listed(part.get("allOf"))]
+    needs += [members for key in ("anyOf", "oneOf") if (members := _listed(part.get(key)))]
     if isinstance(reference := part.get("$ref"), str):
-        target = _resolve(reference, root)
+        target = _resolve(reference, names)
         needs += [] if target is None else [[target]]
     if part.get("type") in ("object", ["object"]) and isinstance(properties := part.get("properties"), Mapping):
-        required = part.get("required")
-        names = required if isinstance(required, list) else []
-        needs += [[properties[name]] for name in names if isinstance(name, str) and name in properties]
+        required = [name for name in _listed(part.get("required")) if isinstance(name, str)]
+        needs += [[properties[name]] for name in required if name in properties]
     if part.get("type") in ("array", ["array"]) and isinstance(least := part.get("minItems"), int):
-        first = _schemas(part.get("prefixItems"))
+        first = _listed(part.get("prefixItems"))
         rest = [part["items"]] if least > len(first) and "items" in part else []
-        needs += [[each] for each in first[:least] + rest]
+        needs += [[each] for each in first[: max(0, least)] + rest]
     return needs
 
 
-def _schemas(value: Any) -> list[Schema]:
+def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _resolve(reference: str, root: Schema) -> Schema | None:
+def _names(root: Mapping[str, Any]) -> dict[str, Schema]:
+    """Parts of a schema that references can begin with."""
+    names: dict[str, Schema] = {"": root, "#": root}
+    for part in _parts(root):
+        if isinstance(anchor := part.get("$anchor"), str):
+            names[f"#{anchor}"] = part
+        if isinstance(own := part.get("$id"), str):
+            names[own] = part
+    return names
+
+
+def _resolve(reference: str, names: Mapping[str, Schema]) -> Schema | None:
     """What a reference within the schema stands for; None for others and those that lead nowhere."""
-    own = root.get("$id")
-    reference = reference.removeprefix(own) if isinstance(own, str) else reference
-    if reference and not reference.startswith("#"):
-        return None
-    _, *keys = unquote(reference).split("/")
-    part = root if unquote(reference).partition("/")[0] in ("", "#") else _anchored(unquote(reference)[1:], root)
-    for key in (key.replace("~1", "/").replace("~0", "~") for key in keys):
+    name, is_pointer, pointer = unquote(reference).partition("#/")
+    part = names.get(name)
+    for key in (key.replace("~1", "/").replace("~0", "~") for key in pointer.split("/") if is_pointer):
         if isinstance(part, Mapping) and key in part:
             part = part[key]
         elif isinstance(part, list) and key.isdecimal() and int(key) < len(part):
@@ -88,17 +107,16 @@ def _resolve(reference: str, root: Schema) -> Schema | None:
     return part
 
 
-def _anchored(name: str, root: Schema) -> Schema | None:
-    parts: list[Any] = [root]
+def _parts(schema: Schema) -> Iterator[Mapping[str, Any]]:
+    """All objects in a schema."""
+    parts = [schema]
     while parts:
         part = parts.pop()
         if isinstance(part, Mapping):
-            if part.get("$anchor") == name:
-                return part
+            yield part
             parts += part.values()
         elif isinstance(part, list):
             parts += part
-    return None
 
 
 REASONS = {
@@ -111,6 +129,11 @@ REASONS = {
     r"Failed to generate regex for (?:integer|float) range": "minimum or maximum is too large to be followed",
     r"Unable to determine if regex is empty": "its patterns, formats and lengths are too much together",
     r"Unsatisfiable schema: Regex is empty": "no text has its pattern, format and length together",
+    r"oneOf constraints are not supported": "oneOf needs schemas that exclude each other: use anyOf",
+    r"Resource '(?:json-schema:///)?(?P<name>[^']*)' is not present": "the reference {name} leads out of the schema",
+    r"Pointer '(?:/anyOf/\d+/properties/(?:arguments|parameters))?(?P<name>[^']*)' does not exist": (
+        "the reference #{name} leads nowhere"
+    ),  # parameters of a tool are in the schema of its calls
     r"recursion limit exceeded|too deeply nested": "it is nested too deeply",
     r"\bpanic: |panicked at |\.rs:\d+": "it is beyond what can be compiled: write it more simply",
 }  # what llguidance writes, and what it means

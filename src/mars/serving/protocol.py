@@ -16,6 +16,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.json_schema import SkipJsonSchema
 
 from mars.core.grammar import json_grammar
 from mars.errors import MarsError
@@ -72,20 +73,26 @@ def _as_stops(stop: Any) -> list[str]:
 Stop = str | Annotated[list[str], Field(max_length=MAX_STOPS)]  # for the document
 
 
-class Ignored(Strict):
-    """What OpenAI's clients may send and what has no effect on an answer here; the log names it."""
+NoEffect = SkipJsonSchema[Any]
 
-    metadata: Any = None
-    prediction: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    reasoning_effort: Any = None
-    safety_identifier: Any = None
-    service_tier: Any = None
-    store: Any = None
-    user: Any = None
-    verbosity: Any = None
+
+class Ignored(Strict):
+    """What OpenAI's clients may send and what has no effect on an answer here; the log names it.
+
+    The document of the API leaves it out.
+    """
+
+    metadata: NoEffect = None
+    prediction: NoEffect = None
+    prompt_cache_key: NoEffect = None
+    prompt_cache_options: NoEffect = None
+    prompt_cache_retention: NoEffect = None
+    reasoning_effort: NoEffect = None
+    safety_identifier: NoEffect = None
+    service_tier: NoEffect = None
+    store: NoEffect = None
+    user: NoEffect = None
+    verbosity: NoEffect = None
 
     @property
     def ignored(self) -> list[str]:

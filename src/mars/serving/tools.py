@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mars.core.grammar import json_grammar, json_rule, lark_grammar
 from mars.core.output import overlap
-from mars.core.schema import require_finite
+from mars.core.schema import check_schema
 from mars.errors import MarsError
 from mars.models.prompts import encode_chat
 
@@ -111,7 +111,7 @@ class Toolbox:
             place = f"#/anyOf/{index}/properties/{self.style.arguments}"
             parameters = (held and function.get("parameters")) or {"type": "object"}
             try:
-                require_finite(parameters)
+                check_schema(parameters)
             except MarsError as error:
                 raise MarsError(f"the parameters of {function['name']}: {error}", param=error.param) from None
             parameters = _moved(parameters, place)
