@@ -90,8 +90,8 @@ def test_threads_share_steps(model: mars.Model) -> None:
 
 def test_threads_on_the_real_model(smollm: mars.Model) -> None:
     questions = ["Name a colour.", "Count to three.", "Who wrote Hamlet?", "Write a haiku."]
-    expected = [smollm.generate(each, max_new_tokens=12).text for each in questions]
-    assert in_threads(4, lambda index: smollm.generate(questions[index], max_new_tokens=12).text) == expected
+    expected = [smollm.generate(each, max_new_tokens=6).text for each in questions]
+    assert in_threads(4, lambda index: smollm.generate(questions[index], max_new_tokens=6).text) == expected
     assert_idle(smollm)
 
 
