@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -151,6 +152,12 @@ def test_whole_numbers_of_numpy_and_any_seed(smollm: mars.Model) -> None:
 def test_options_that_cannot_work(smollm: mars.Model, options: dict, says: str) -> None:
     with pytest.raises(mars.MarsError, match=says.replace("+", r"\+")):
         smollm.generate("hi", **{"max_new_tokens": 2} | options)
+
+
+@pytest.mark.parametrize("logprobs", [True, 1.5, "2", 10**6])
+def test_logprobs_that_cannot_work(smollm: mars.Model, logprobs: object) -> None:
+    with pytest.raises(mars.MarsError, match="logprobs must be"):
+        smollm.run([replace(smollm.request("hi"), logprobs=logprobs)])
 
 
 @pytest.mark.parametrize(

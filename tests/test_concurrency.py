@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+import torch
 from tokenizers import Regex, pre_tokenizers
 
 import mars
@@ -90,8 +91,8 @@ def test_threads_share_steps(model: mars.Model) -> None:
 
 def test_threads_on_the_real_model(smollm: mars.Model) -> None:
     questions = ["Name a colour.", "Count to three.", "Who wrote Hamlet?", "Write a haiku."]
-    expected = [smollm.generate(each, max_new_tokens=12).text for each in questions]
-    assert in_threads(4, lambda index: smollm.generate(questions[index], max_new_tokens=12).text) == expected
+    expected = [smollm.generate(each, max_new_tokens=6).text for each in questions]
+    assert in_threads(4, lambda index: smollm.generate(questions[index], max_new_tokens=6).text) == expected
     assert_idle(smollm)
 
 
@@ -115,6 +116,18 @@ def test_larger_blocks_while_others_run() -> None:
     assert model.engine().block_size == 8
     assert first.result.token_ids == expected
     assert_idle(model)
+
+
+def test_callers_in_and_out_of_inference_mode() -> None:
+    model = mars.Model(tiny_checkpoint("llama"))
+
+    def ask(index: int) -> list[int]:
+        with torch.inference_mode(index % 2 == 0):
+            model.generate([1, 2, 3], logit_bias={3: 1.0}, frequency_penalty=0.5, max_new_tokens=4)
+            return model.generate([1, 2, 3], **ENDLESS).token_ids
+
+    expected = [ask(index) for index in range(4)]
+    assert in_threads(4, ask) == expected == [expected[0]] * 4
 
 
 def test_a_step_that_fails_is_told_to_those_in_it(model: mars.Model, monkeypatch: pytest.MonkeyPatch) -> None:

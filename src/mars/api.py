@@ -94,7 +94,7 @@ class Model:
 
     def shared_engine(self, block_size: int = 1) -> SharedEngine:
         """The same for any number of threads. Calls in progress keep the one that they began with."""
-        with self._making:
+        with self._making, torch.inference_mode(False):  # whatever the calling thread is in
             if self._shared is None or block_size > self._shared.engine.block_size:
                 self._shared = None  # unless a call still needs it, its cache goes before a new one comes
                 trained = self.settings.block_size if self.settings else 1

@@ -285,7 +285,7 @@ def test_bad_model_arguments(llama: str, options: dict[str, object], message: st
         ({"num_beams": 4}, "the generation option num_beams is not supported: leave it out of gen_kwargs"),
         ({"max_length": 40}, "the generation option max_length is not supported"),
         ({"top_p": 2}, "top_p must be above 0 and at most 1"),
-        ({"top_p": "high"}, "generation options must be numbers"),
+        ({"top_p": "high"}, "top_p must be a finite number, not 'high'"),
         ({"max_gen_toks": 256}, r"max_gen_toks must be less than max_length \(256\), not 256"),
     ],
 )

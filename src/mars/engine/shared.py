@@ -11,7 +11,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from types import FrameType
@@ -142,7 +142,7 @@ class SharedEngine:
             finally:
                 self._num_exclusive -= 1
         try:
-            with self._on_device():
+            with self._own_context():
                 yield self.engine
         finally:
             self._end_step()
@@ -174,7 +174,7 @@ class SharedEngine:
 
     def _step(self) -> None:
         try:
-            with self._on_device():
+            with self._own_context():
                 self._empty_inbox()
                 for sequence in self.engine.step():
                     self._publish(sequence)
@@ -212,11 +212,16 @@ class SharedEngine:
         for sequence in [each for each in self._pending if each.is_finished]:
             self._publish(sequence)
 
-    def _on_device(self) -> AbstractContextManager[object]:
-        """Every thread has a current CUDA stream of its own: all steps go to one."""
+    @contextmanager
+    def _own_context(self) -> Iterator[None]:
+        """Every thread has an inference mode and a CUDA stream of its own: all steps get the same."""
         device = self.engine.checkpoint.device
         on_gpu = device.type == "cuda"
-        return torch.cuda.stream(torch.cuda.default_stream(device)) if on_gpu else nullcontext()
+        with (
+            torch.inference_mode(False),
+            torch.cuda.stream(torch.cuda.default_stream(device)) if on_gpu else nullcontext(),
+        ):
+            yield
 
     # --- the inbox
 

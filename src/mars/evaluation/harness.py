@@ -173,10 +173,7 @@ class MarsLM(TemplateLM):
         config = self._checkpoint.module.generation_config
         own = {name: getattr(config, name, None) for name in SAMPLING[1:]}
         chosen = {name: value for name, value in (own | options).items() if value is not None}
-        try:
-            return SamplingParams(**chosen, seed=int(torch.randint(2**62, ())))
-        except TypeError:
-            raise MarsError(f"generation options must be numbers, not {chosen}") from None
+        return SamplingParams(**chosen, seed=int(torch.randint(2**62, ())))
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         windows: list[list[Scored]] = []  # parts of the texts that fit the model; each token is predicted once
