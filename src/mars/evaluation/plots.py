@@ -49,7 +49,7 @@ def draw(rows: Sequence[Row], out: Path) -> list[Path]:
     try:
         return [file for name, plot in plots.items() for file in save(plot, out.with_name(f"{out.stem}.{name}"))]
     except ImportError:
-        Console(stderr=True).print(f"no plots, for which: {how_to_install('bench')}", markup=False)
+        Console(stderr=True).print(f"no plots, for which: {how_to_install('bench')}", markup=False, soft_wrap=True)
         return []
 
 
