@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Option
 
-from mars.errors import MarsError
+from mars.errors import MarsError, how_to_install
 
 if TYPE_CHECKING:
     from mars.api import Model, Stream
@@ -269,7 +269,7 @@ def report(
 
         from mars.evaluation.report import report as run
     except ImportError as error:
-        raise MarsError(f"a report needs more packages ({error.name}): pip install 'mars-decoding[bench]'") from None
+        raise MarsError(f"a report needs more packages ({error.name}): {how_to_install('bench')}") from None
     typer.echo("wrote " + ", ".join(map(str, run(sources, out))))
 
 
@@ -339,7 +339,7 @@ def _serve(dial: str | None, floor: str | None, target_token: float, target_wait
         from mars.serving.protocol import AUTO
         from mars.serving.server import Serving, run
     except ImportError as error:
-        raise MarsError(f"serving needs more packages ({error.name}): pip install 'mars-decoding[serve]'") from None
+        raise MarsError(f"serving needs more packages ({error.name}): {how_to_install('serve')}") from None
     run(
         Serving(
             dial=None if dial in (None, AUTO) else Dial.parse(dial),
@@ -368,7 +368,8 @@ def set_dial(
     for each, state in dials_of(urls, key, dial if dial in (None, "auto") else str(Dial.parse(dial))):
         name = f"{each}: " if len(urls) > 1 else ""
         floor = f", nothing looser than {state['floor']}" if state["floor"] else ""
-        typer.echo(f"{name}{state['dial']}{floor}")
+        shown = f"auto (now {state['dial']})" if state.get("auto") else state["dial"]
+        typer.echo(f"{name}{shown}{floor}")
 
 
 @app.command()

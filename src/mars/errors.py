@@ -24,3 +24,8 @@ def require_number(name: str, value: object) -> None:
     """Raise if a value is no number, or not a finite one."""
     if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
         raise MarsError(f"{name} must be a finite number, not {value!r}", param=name)
+
+
+def how_to_install(extra: str) -> str:
+    """For messages about a missing package. MARS is on no index, so that its name there may be anybody's."""
+    return f"install MARS with its extra {extra}: pip install '.[{extra}]' in its checkout"

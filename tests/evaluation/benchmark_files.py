@@ -87,3 +87,9 @@ def write_benchmarks(folder: Path) -> Path:
             (folder / f"{name}.jsonl").write_text(text)
     (folder / "gpqa_diamond.zip").write_bytes(GPQA_ZIP)
     return folder
+
+
+def gpqa_letter(prompt: str) -> str:
+    """Of the right answer, wherever the shuffle put it."""
+    right = next(each for each in (") 17", ") a galaxy") if each in prompt)
+    return prompt[prompt.index(right) - 1]

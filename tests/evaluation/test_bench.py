@@ -12,6 +12,7 @@ import pytest
 
 import mars
 from mars import cli
+from mars.errors import how_to_install
 from mars.evaluation import bench
 from mars.evaluation.peers import open_peer
 from mars.evaluation.speed import measure, with_dial
@@ -109,7 +110,7 @@ def test_prompts_from_a_file_without_matplotlib(
     assert read(tmp_path / "out.json")["one-token auto 4"]["requests"] == 4
     assert not list(tmp_path.glob("*.png"))
     said = capsys.readouterr().err
-    assert "mars-decoding[bench]" in said and "skipped 1 rows" in said
+    assert how_to_install("bench") in said and "skipped 1 rows" in said
 
 
 @pytest.fixture
@@ -196,7 +197,7 @@ def test_a_run_that_dies_leaves_whole_files(
         ({"--peers": ""}, "--peers is empty"),
         ({"--peers": "llama.cpp"}, "use transformers, vllm, block-cache=16 (any block size) or sliding-window"),
         ({"--peers": "block-cache=x"}, "unknown peer"),
-        ({"--peers": "vllm"}, "pip install 'mars-decoding[vllm]'"),
+        ({"--peers": "vllm"}, how_to_install("vllm")),
         ({"--peers": "sliding-window"}, "train it with `mars train`"),
         ({"--prompts": "nowhere.jsonl"}, "there is no file nowhere.jsonl"),
         ({"--prompts": "bad.jsonl"}, "bad.jsonl has no usable row: bad.jsonl:1"),

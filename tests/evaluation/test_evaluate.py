@@ -13,9 +13,10 @@ import pytest
 
 from mars import cli
 from tests.conftest import save_chat_model
-from tests.evaluation.benchmark_files import write_benchmarks
+from tests.evaluation.benchmark_files import gpqa_letter, write_benchmarks
 
 pytest.importorskip("lm_eval")
+from mars.evaluation.tasks import open_exam
 
 Run = Callable[..., int]
 
@@ -61,8 +62,9 @@ def test_all_six_with_the_built_in_model(run: Run, tmp_path: Path, capsys: pytes
     assert set(found) == {(task, dial) for task in tasks for dial in dials}
     for task in tasks:
         one_token, exact = (lines(out / "samples" / f"{task}.{dial.replace(' ', '-')}.jsonl") for dial in dials)
-        assert [(each["item"], each["text"], each["score"]) for each in one_token] == [
-            (each["item"], each["text"], each["score"]) for each in exact
+        said = "digest" if task == "gpqa" else "text"
+        assert [(each["item"], each[said], each["score"]) for each in one_token] == [
+            (each["item"], each[said], each["score"]) for each in exact
         ]
         row = found[task, dials[1]]
         assert row["items"] == 2 and row["same_text"] == row["agreement"] == 1.0
@@ -77,7 +79,7 @@ def test_all_six_with_the_built_in_model(run: Run, tmp_path: Path, capsys: pytes
     assert len(whole["model"]["hash"]) == 16 and whole["runs"][0]["versions"]["torch"]
     shown = next(each for each in whole["examples"] if (each["task"], each["dial"]) == ("gsm8k", dials[1]))
     assert "pens" in shown["prompt"] or "train" in shown["prompt"]
-    assert all(each["prompt"] is None for each in whole["examples"] if each["task"] == "gpqa")
+    assert not any(each["task"] == "gpqa" for each in whole["examples"])
     said = capsys.readouterr().out
     assert (
         "GSM8K" in said and "results.json" in said and "| GSM8K | exact chain | 2 |" in (out / "results.md").read_text()
@@ -137,6 +139,39 @@ def test_scores_alone_need_no_model(run: Run, model: Path, tmp_path: Path, capsy
     answers.write_text("".join(json.dumps(each | {"row": "another"}) + "\n" for each in changed))
     assert run("--model", "no-such-model", *command, "--score-only") == 2
     assert "gsm8k_cot_zeroshot/0 was another question when" in capsys.readouterr().err
+
+
+def test_no_file_shows_questions_or_choices_of_gpqa(
+    run: Run, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where answers quote them, as in a folder of an earlier version, which kept their text."""
+    out, page = tmp_path / "out", tmp_path / "report"
+    command = ("--model", model, "--tasks", "gpqa,gsm8k", "--dials", "one-token,exact", "--max-new-tokens", 20)
+    assert run(*command, "--out", out) == 0
+    for dial in ("one-token", "exact"):
+        answers = out / "answers" / f"gpqa.{dial}.jsonl"
+        assert not any({"text", "pieces"} & each.keys() for each in lines(answers))
+        items = open_exam("gpqa", chat=None, data=data).items
+        quoting = [item.prompt + f" It is ({gpqa_letter(item.prompt)})." for item in items]
+        old = [
+            {name: value for name, value in each.items() if name not in ("digest", "letter", "metrics")}
+            | {"text": text, "pieces": [text, " indeed"]}
+            for each, text in zip(sorted(lines(answers), key=lambda each: each["item"]), quoting, strict=True)
+        ]
+        answers.write_text("".join(json.dumps(each) + "\n" for each in old))
+    assert run(*command, "--out", out, "--score-only") == 0
+    assert results(out)["gpqa", "exact"]["score"] == results(out)["gpqa", "exact"]["same_text"] == 1.0
+    letters = [gpqa_letter(item.prompt) for item in items]
+    assert [each["letter"] for each in lines(out / "samples" / "gpqa.exact.jsonl")] == letters
+    monkeypatch.setattr(sys, "argv", ["mars", "report", str(out), "--out", str(page)])
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    written = [path for folder in (out, page) for path in folder.rglob("*") if path.is_file()]
+    assert len(written) > 10
+    for path in written:
+        content = path.read_bytes()
+        for text in (b"prime number", b"the largest", b"a galaxy", b"a planet", b"a star", b"a moon"):
+            assert text not in content, f"{path} has {text!r}"
 
 
 def test_answers_of_different_models_are_not_mixed(

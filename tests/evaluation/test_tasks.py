@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mars.errors import MarsError
-from tests.evaluation.benchmark_files import ROWS, write_benchmarks
+from tests.evaluation.benchmark_files import ROWS, gpqa_letter, write_benchmarks
 
 pytest.importorskip("lm_eval")
 from mars.evaluation.tasks import BENCHMARKS, Exam, open_exam
@@ -26,12 +26,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def exam(name: str, data: Path, **options: object) -> Exam:
     return open_exam(name, **{"chat": chat, "data": data, **options})
-
-
-def gpqa_letter(prompt: str) -> str:
-    """Of the right answer, wherever the shuffle put it."""
-    right = next(each for each in (") 17", ") a galaxy") if each in prompt)
-    return prompt[prompt.index(right) - 1]
 
 
 RIGHT = {

@@ -187,6 +187,7 @@ def test_mars_dial(server: str, capsys: pytest.CaptureFixture[str], monkeypatch:
         return int(left.value.code or 0), (said.out + said.err).strip()
 
     assert typed("relaxed=0.5", "--url", server) == typed("--url", server) == (0, "relaxed=0.5")
+    assert typed("auto", "--url", server) == typed("--url", server) == (0, "auto (now exact)")
     assert typed("exact", "--url", server) == (0, "exact")
     assert typed("warp", "--url", server)[0] == 2
     code, said = typed("exact", "--url", "http://127.0.0.1:9")

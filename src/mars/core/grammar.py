@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mars.core.request import ModelInfo
 from mars.core.schema import check_schema, explain
-from mars.errors import MarsError
+from mars.errors import MarsError, how_to_install
 
 WHITESPACE = r"[ \n\t]{0,20}"
 """Between the parts of a JSON text; without a limit, small models write blanks without end"""
@@ -52,7 +52,7 @@ class GrammarCompiler:
             import llguidance
             import llguidance.hf
         except ImportError:
-            raise MarsError("grammars need llguidance: pip install llguidance", param="grammar") from None
+            raise MarsError(f"grammars need llguidance: {how_to_install('serve')}", param="grammar") from None
         try:
             self.tokens = llguidance.hf.from_tokenizer(tokenizer, vocabulary, sorted(end_tokens))
         except ValueError as error:

@@ -13,18 +13,18 @@ from urllib.parse import unquote
 from mars.errors import MarsError
 
 Schema = Any  # an object, or true or false
-STEP_DIGITS = 5  # of ``multipleOf``; with two more, llguidance takes seconds
+STEP_DIGITS = 5  # of all ``multipleOf`` together; with two more, llguidance takes seconds
 LONGEST = 200  # characters of a pattern or a reason that are shown
 
 
 def check_schema(schema: Mapping[str, Any]) -> None:
     """Raise if no text can follow a schema, or if llguidance would take minutes to compile it."""
     _require_finite(schema)
-    for part in _parts(schema):
-        step = part.get("multipleOf")
-        if type(step) in (int, float) and len(Decimal(str(step)).normalize().as_tuple().digits) > STEP_DIGITS:
-            rule = f"at most {STEP_DIGITS} can be used"
-            raise MarsError(f"multipleOf {step} has too many digits: {rule}", param="grammar")
+    steps = {step for part in _parts(schema) if type(step := part.get("multipleOf")) in (int, float)}
+    digits = sum(len(Decimal(str(step)).normalize().as_tuple().digits) for step in steps)
+    if digits > STEP_DIGITS:  # several in one allOf count like their product
+        rule = f"at most {STEP_DIGITS} can be used"
+        raise MarsError(f"the schema's multipleOf has {digits} digits: {rule}", param="grammar")
 
 
 def _require_finite(schema: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ class Benchmark:
     columns: tuple[str, ...]
     parts: str | None = None  # the column that says to which task of the group a row belongs
     shots: int | None = 0  # examples before the question; None: those that are part of the task
-    is_private: bool = False  # do its authors ask that the questions be not shown?
+    is_private: bool = False  # do its authors ask that questions and choices be not shown?
 
 
 BENCHMARKS = {

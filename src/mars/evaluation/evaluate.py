@@ -7,9 +7,11 @@ The folder it writes::
     runs.jsonl                   when and where answers were generated, and how fast
     samples/gsm8k.exact.jsonl    answers with their scores
     results.json, results.md     the scores
+
+GPQA's authors ask that its questions be not shown. An answer may quote its question, so its text is not kept: only a
+digest, the letter that it chooses, and its scores.
 """
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -32,7 +34,7 @@ from mars.evaluation.plan import Engine, check_counts, check_dials, list_of, sou
 from mars.evaluation.provenance import collect, fingerprint
 from mars.evaluation.statistics import paired, wilson
 from mars.evaluation.tables import Lines, cell, markdown
-from mars.evaluation.tasks import Chat, Exam, Item, open_exam
+from mars.evaluation.tasks import Chat, Exam, Item, digest, open_exam
 from mars.method.windows import parse_window
 from mars.models import Checkpoint
 from mars.training.files import open_lines, read_lines, write_whole
@@ -151,8 +153,7 @@ def score(plan: EvalPlan, bar: Progress, exams: Sequence[Exam] | None = None) ->
             rows.append(_row(exam, dial, samples, mine) | _compare(samples, first, plan.dials[0], dial))
             for item, sample in zip(exam.items, samples, strict=True):
                 if "pieces" in sample:
-                    prompt = None if exam.benchmark.is_private else item.prompt
-                    example = {"task": exam.name, "item": item.id, "dial": dial, "prompt": prompt}
+                    example = {"task": exam.name, "item": item.id, "dial": dial, "prompt": item.prompt}
                     examples.append(example | {"pieces": sample["pieces"]})
             runs += mine
             bar.advance(scoring)
@@ -217,12 +218,14 @@ class _Folder:
         if not items:
             return
         requests = [self._request(model, item, dial) for item in items]
+        numbers = {item.id: number for number, item in enumerate(exam.items)}
         started, count, tokens = time.perf_counter(), 0, 0
         try:
             with open_lines(self._path("answers", exam.name, dial)) as file, closing(run(requests)) as answers:
                 for index, answer in answers:
-                    kept = _kept(items[index], answer, model, with_pieces=items[index] in exam.items[:EXAMPLES])
-                    file.write(json.dumps(kept, ensure_ascii=False) + "\n")
+                    number = numbers[items[index].id]
+                    kept = _kept(items[index], answer, model, with_pieces=number < EXAMPLES)
+                    file.write(_line(_redacted(exam, number, kept)))
                     file.flush()
                     count, tokens = count + 1, tokens + answer.num_tokens
                     yield
@@ -240,22 +243,34 @@ class _Folder:
                 f"{self._out} has no answer to {len(missing)} items of {exam.name} with {dial}, {missing[0]} first: "
                 "run without --score-only"
             )
+        if exam.benchmark.is_private and any("text" in answer for answer in there.values()):
+            there = self._redact_all(exam, dial, there)
         answers = [there[item.id] for item in exam.items]
         for item, answer in zip(exam.items, answers, strict=True):
             if answer.get("row", item.row) != item.row:
                 raise MarsError(
                     f"{item.id} was another question when {self._out} was written: score it with the same data"
                 )
-        figures = exam.score([answer["text"] for answer in answers])
+        if exam.benchmark.is_private:
+            figures = [answer["metrics"] for answer in answers]
+        else:
+            figures = exam.score([answer["text"] for answer in answers])
         samples = [
-            {"item": item.id, "score": each[exam.benchmark.score], "metrics": each, **answer}
+            {"item": item.id, "score": each[exam.benchmark.score], "metrics": each} | answer
             for item, answer, each in zip(exam.items, answers, figures, strict=True)
         ]
-        lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
         path = self._path("samples", exam.name, dial)
         path.parent.mkdir(exist_ok=True)  # answers may come from another machine
-        write_whole(path, lines)
+        write_whole(path, "".join(map(_line, samples)))
         return samples
+
+    def _redact_all(self, exam: Exam, dial: str, answers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Replace answers that an earlier version kept with their text; those to other items are dropped."""
+        numbers = {item.id: number for number, item in enumerate(exam.items)}
+        kept = {id: _redacted(exam, numbers[id], answer) for id, answer in answers.items() if id in numbers}
+        lines = [_line({"item": id} | answer) for id, answer in kept.items()]
+        write_whole(self._path("answers", exam.name, dial), "".join(lines))
+        return kept
 
     def runs(self, task: str, dial: str) -> list[dict[str, Any]]:
         return [run for run in read_lines(self._out / "runs.jsonl") if (run["task"], run["dial"]) == (task, dial)]
@@ -297,9 +312,21 @@ def _kept(item: Item, answer: RequestOutput, model: Model, with_pieces: bool) ->
     return kept | ({"pieces": answer.pieces} if with_pieces else {})
 
 
+def _redacted(exam: Exam, number: int, kept: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of the answer to an item of a private benchmark; of others, all."""
+    if not exam.benchmark.is_private or "text" not in kept:
+        return kept
+    rest = {name: value for name, value in kept.items() if name not in ("text", "pieces")}
+    return rest | exam.redact(number, kept["text"])
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False) + "\n"
+
+
 def _hash(item: Item) -> str:
     """Digest of the question as it is asked: an answer to another question is not used."""
-    return hashlib.sha256(json.dumps([item.prompt, item.stop]).encode()).hexdigest()[:16]
+    return digest(json.dumps([item.prompt, item.stop]))
 
 
 def _row(
@@ -337,7 +364,8 @@ def _compare(
     samples: Sequence[Mapping[str, Any]], first: Sequence[Mapping[str, Any]], first_dial: str, dial: str
 ) -> dict[str, Any]:
     """The results of one task with one dial, compared with those of the first dial."""
-    same = sum(mine["text"] == theirs["text"] for mine, theirs in zip(samples, first, strict=True))
+    kept = "text" if "text" in samples[0] else "digest"
+    same = sum(mine[kept] == theirs[kept] for mine, theirs in zip(samples, first, strict=True))
     scores = ([sample["score"] for sample in some] for some in (samples, first))
     against = None if dial == first_dial else {"dial": first_dial, **paired(*scores)}
     return {"same_text": same / len(samples), "against": against}

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from mars.api import load
 from mars.core.request import Request
-from mars.errors import MarsError
+from mars.errors import MarsError, how_to_install
 from mars.evaluation.prompts import cut, encode, render_chat
 from mars.method.acceptance import Dial
 from mars.method.sampling import SamplingParams
@@ -29,7 +29,7 @@ try:  # lm_eval.models fills the registry, but only while it is empty: import it
     from lm_eval.models.utils import DEFAULT_MAX_LENGTH, handle_stop_sequences, normalize_gen_kwargs
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
-    raise MarsError(f"lm-eval is needed ({error}): pip install 'mars-decoding[eval]'") from None
+    raise MarsError(f"lm-eval is needed ({error}): {how_to_install('eval')}") from None
 
 ROWS = 64
 BATCH_TOKENS = 4096  # most tokens of a forward over several texts to score

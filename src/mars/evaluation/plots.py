@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from mars.errors import how_to_install
 from mars.evaluation.tables import Row, title
 
 Plot = Callable[[Any], None]  # draws into matplotlib's axes
@@ -48,7 +49,7 @@ def draw(rows: Sequence[Row], out: Path) -> list[Path]:
     try:
         return [file for name, plot in plots.items() for file in save(plot, out.with_name(f"{out.stem}.{name}"))]
     except ImportError:
-        Console(stderr=True).print("no plots: pip install 'mars-decoding[bench]' for them", markup=False)
+        Console(stderr=True).print(f"no plots, for which: {how_to_install('bench')}", markup=False, soft_wrap=True)
         return []
 
 

@@ -234,6 +234,8 @@ def _examples(sources: Sources) -> Section:
 
     shown = []
     for task in sources.tasks:
+        if task in BENCHMARKS and BENCHMARKS[task].is_private:
+            continue
         items: dict[tuple[int, int | str], list[Example]] = defaultdict(list)
         for number, each in enumerate(sources.checkpoints):
             for example in each.found.examples:

@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import random
+import re
 import sys
 import zipfile
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mars.errors import MarsError
+from mars.errors import MarsError, how_to_install
 from mars.evaluation.benchmarks import BENCHMARKS, Benchmark
 from mars.evaluation.sandbox import run_all
 from mars.models.builtin import cache_home
@@ -28,7 +29,7 @@ try:
     import lm_eval
     from lm_eval.tasks import TaskManager
 except ImportError as error:
-    raise MarsError(f"evaluation needs more packages ({error.name}): pip install 'mars-decoding[eval]'") from None
+    raise MarsError(f"evaluation needs more packages ({error.name}): {how_to_install('eval')}") from None
 
 SEED = 1234
 GPQA_PASSWORD = b"deserted-untie-orchid"  # published with the data; it keeps them out of training sets
@@ -71,6 +72,14 @@ class Exam:
         left = iter(texts)
         return [metrics for task, rows in self._parts for metrics in _judge(task, rows, [next(left) for _ in rows])]
 
+    def redact(self, number: int, text: str) -> dict[str, Any]:
+        """What may be kept of an answer that may quote its question: its digest, the letter it chooses, its metrics."""
+        task, instance = [(task, instance) for task, instances in self._parts for instance in instances][number]
+        (metrics,) = _judge(task, [instance], [text])
+        read = str(instance.filtered_resps[self.benchmark.score.rpartition(",")[2]])
+        letter = re.fullmatch(r"\(?([A-Z])\)?", read)
+        return {"digest": digest(text), "letter": letter[1] if letter else None, "metrics": metrics}
+
 
 def open_exam(
     name: str,
@@ -104,11 +113,15 @@ def open_exam(
         for number, instance in asked.items():
             until = instance.args[1].get("until") or []
             stops = [until] if isinstance(until, str) else until
-            row = hashlib.sha256(json.dumps(instance.doc, sort_keys=True, default=str).encode()).hexdigest()[:16]
+            row = digest(json.dumps(instance.doc, sort_keys=True, default=str))
             id = f"{task.config.task}/{number}"
             exam.items.append(Item(id, instance.args[0], tuple(stop for stop in stops if stop), row))
         exam._parts.append((task, list(asked.values())))
     return exam
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _drawn(sizes: Sequence[int], limit: int | None, seed: int) -> list[list[int]]:

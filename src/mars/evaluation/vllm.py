@@ -13,7 +13,7 @@ import torch
 from mars.core.output import OutputProcessor, RequestOutput
 from mars.core.request import Request
 from mars.core.sequence import Sequence
-from mars.errors import MarsError
+from mars.errors import MarsError, how_to_install
 from mars.models import Checkpoint, save_checkpoint
 
 PLUGIN = {"method": "mars"}  # vLLM's ``speculative_config`` for our dials
@@ -23,7 +23,7 @@ def import_vllm() -> Any:
     try:
         import vllm
     except ImportError:
-        raise MarsError("vllm is not installed: pip install 'mars-decoding[vllm]'") from None
+        raise MarsError(f"vllm is not installed: {how_to_install('vllm')}") from None
     return vllm
 
 

@@ -12,7 +12,7 @@ from typing import Any, TextIO, cast
 
 from rich.console import Console
 
-from mars.errors import MarsError
+from mars.errors import MarsError, how_to_install
 
 Chat = list[dict[str, str]]
 Convert = Callable[[Mapping[str, Any]], Chat]
@@ -201,4 +201,4 @@ def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise MarsError(f"{name} is needed to read this data: pip install 'mars-decoding[train]'") from None
+        raise MarsError(f"{name} is needed to read this data: {how_to_install('train')}") from None

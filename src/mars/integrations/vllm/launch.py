@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from mars.errors import MarsError
+from mars.errors import MarsError, how_to_install
 from mars.models import load_checkpoint, save_checkpoint
 from mars.models.loading import is_put_together
 
@@ -32,7 +32,7 @@ def serve(
 ) -> int:
     """Run the server until it ends; ``others`` are options of vLLM's own. Returns its exit status."""
     if find_spec("vllm") is None:
-        raise MarsError("vllm is not installed: pip install 'mars-decoding[vllm]'")
+        raise MarsError(f"vllm is not installed: {how_to_install('vllm')}")
     asked = {"method": "mars"} | ({} if dial is None else {"dial": dial})
     with tempfile.TemporaryDirectory(prefix="mars-vllm-") as scratch:
         command = [sys.executable, "-m", SERVER, "--model", _checkpoint(model, adapter, Path(scratch))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from mars.errors import MarsError
@@ -45,7 +45,7 @@ def parse_dial(text: Any) -> Dial:
     return _parse(text)
 
 
-_parse = cache(Dial.parse)  # the synchronous path asks for every sequence in every step
+_parse = lru_cache(maxsize=1024)(Dial.parse)  # the synchronous path asks for every sequence in every step
 
 
 def own_dial(sampling_params: Any) -> Dial | None:
