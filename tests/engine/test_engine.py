@@ -470,10 +470,9 @@ def test_an_error_that_nobody_can_be_blamed_for_ends_those_that_run(async_steps:
         patched.setattr(mine._runner, "prefill", broken)
         with pytest.raises(ZeroDivisionError) as raised:
             mine.step()
-    mine.fail_running(raised.value)
-    failed = [each for each in sequences if each.is_finished]
+    failed = mine.fail_running(raised.value)
     assert failed and {each.output.finish_reason for each in failed} == {"error"}
-    assert failed == [each for each in mine.step() if each in failed]
+    assert failed == [each for each in sequences if each.is_finished]
     while mine.num_running + mine.num_waiting:
         mine.step()
     for each in sequences:  # nobody shares pages that were never filled

@@ -37,6 +37,9 @@ def test_a_command_of_the_docs(server: str, command: str) -> None:
         env=os.environ,
         timeout=60,
     )
+    if "json_schema" in command:  # this model has no tokens for JSON, which is told
+        assert "returned error: 500" in done.stderr
+        return
     assert done.returncode == 0, done.stderr
     if "chat/completions" in command:
         assert json.loads(done.stdout)["choices"][0]["message"]["content"]

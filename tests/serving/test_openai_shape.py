@@ -307,7 +307,7 @@ def test_what_llguidance_says_in_plain_words(text: str, meaning: str) -> None:
 
 @pytest.mark.parametrize("step", [2147483648, 123456.7, 1.0000001])
 def test_steps_that_take_minutes_to_compile(step: float) -> None:
-    with pytest.raises(MarsError, match="too many digits"):
+    with pytest.raises(MarsError, match="digits"):
         json_grammar({"type": "object", "properties": {"a": {"type": "number", "multipleOf": step}}})
     assert json_grammar({"anyOf": [{"multipleOf": 86400}, {"multipleOf": 0.01}, {"multipleOf": 1e9}]})
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from mars.core.grammar import BITS, grammar_compiler
 from mars.core.request import Request, default_dial
 from mars.core.sequence import Sequence
+from mars.core.threads import lower_priority
 from mars.engine.cache import PagedCache, layer_shapes
 from mars.engine.cuda_graphs import GraphRunner
 from mars.engine.device_state import DeviceState
@@ -119,7 +120,7 @@ class Engine:
         self._in_flight: deque[InFlightStep] = deque()
         self._failed: list[Sequence] = []  # since the last step
         self._fresh_masks: list[Future[Tensor]] = []  # begun in the last step
-        self._mask_threads = ThreadPoolExecutor(max(2, min(16, os.cpu_count() or 1)), "grammar-masks")
+        self._mask_threads = ThreadPoolExecutor(max(2, min(16, os.cpu_count() or 1)), "grammar-masks", lower_priority)
         self._inputs: tuple[Batch, StepInputs] | None = None
         self._host_seconds = math.inf  # what a step took lately besides waiting for the device
 
@@ -163,10 +164,10 @@ class Engine:
         log.error("a request has failed", exc_info=error)
         self._end_failed(sequence, error)
 
-    def fail_running(self, error: Exception) -> None:
+    def fail_running(self, error: Exception) -> list[Sequence]:
         """After an error in a step that no sequence can be blamed for: end all that run, and keep those that wait.
 
-        Raises if the engine cannot go on.
+        Returns the sequences that have failed; raises if the engine cannot go on.
         """
         if isinstance(error, torch.AcceleratorError) or not self.scheduler.running:
             raise error
@@ -177,6 +178,11 @@ class Engine:
             self._end_failed(sequence, error)
         self.clear_prefix_cache()  # it may name pages that the step was to fill
         self.check()
+        return self._take_failed()
+
+    def _take_failed(self) -> list[Sequence]:
+        failed, self._failed = self._failed, []
+        return failed
 
     def _end_failed(self, sequence: Sequence, error: Exception) -> None:
         if not sequence.is_finished:
@@ -215,8 +221,7 @@ class Engine:
             waited += self._process_output(moved)
         self._host_seconds = min(time.perf_counter() - started - waited, self._host_seconds * 1.05)
         self._start_masks(*self.scheduler.running)
-        failed, self._failed = self._failed, []
-        return moved + failed
+        return moved + self._take_failed()
 
     def _run(self, schedule: Schedule) -> None:
         """Dispatch a step to the device, which need not have finished the one before."""

@@ -20,6 +20,7 @@ from mars.core.grammar import grammar_compiler
 from mars.core.output import RequestOutput
 from mars.core.request import Request
 from mars.core.sequence import Sequence
+from mars.core.threads import lower_priority
 from mars.engine import Engine, error_text
 from mars.errors import MarsError
 from mars.models import load_checkpoint
@@ -91,7 +92,7 @@ class EngineProcess:
         self._sequences: dict[int, Sequence] = {}  # in progress, by request
         self._preparing: set[int] = set()  # requests that have not become sequences yet
         self._prepared: SimpleQueue[tuple[int, Sequence | Exception]] = SimpleQueue()
-        self._threads = ThreadPoolExecutor(PREPARING_THREADS, "prepare")
+        self._threads = ThreadPoolExecutor(PREPARING_THREADS, "prepare", lower_priority)
         self._step_started: float | None = None
         self._is_checked = True  # has nothing run since the cache's integrity was checked?
         self._sent: dict[int, int] = {}  # forwards that the server has been told of, by request
