@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 
 from mars import SamplingParams
+from mars.api import Model
 from mars.core.grammar import lark_grammar
 from mars.core.request import Request
 from mars.engine import Engine, cuda_graphs, run
@@ -89,19 +91,30 @@ def test_memory_that_runs_out_at_a_capture_does_not_turn_graphs_off(monkeypatch:
     free = torch.cuda.mem_get_info()[0]
     ballast = torch.empty(free - 2**26, dtype=torch.uint8, device="cuda")  # real memory, all but 64 MiB
     monkeypatch.setattr(cuda_graphs, "RETRY_SECONDS", 0.0)
-    runner._run_step_as_is = runner._run_step
+    run_step = runner._run_step
 
-    def greedy_for_memory(*args):
+    def wasteful(*args):
         torch.empty(2**30, dtype=torch.uint8, device="cuda")
-        return runner._run_step_as_is(*args)
+        return run_step(*args)
 
-    runner._run_step = greedy_for_memory
-    with pytest.warns(UserWarning, match="not enough memory to capture"):
+    with monkeypatch.context() as patched, pytest.warns(UserWarning, match="not enough memory to capture"):
+        patched.setattr(runner, "_run_step", wasteful)
         assert runner._captured_step(8, Window()) is None
-    del ballast, runner._run_step
+    del ballast
     torch.cuda.empty_cache()
     assert texts(engine, requests) == expected
     assert runner._steps
+
+
+def test_threads_share_the_steps_of_a_gpu() -> None:
+    """Graphs are captured in whichever thread steps first."""
+    requests = [Request(each, Dial("exact"), max_new_tokens=24, block_size=4) for each in PROMPTS]
+    expected = [answer.token_ids for answer in Decoder(tiny_checkpoint("llama"), requests).finish()]
+    model = Model(on_gpu(tiny_checkpoint("llama")), max_num_seqs=8, memory=2**24)
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        outputs = threads.map(lambda each: model.generate(each, dial="exact", max_new_tokens=24), PROMPTS)
+        assert [each.token_ids for each in outputs] == expected
+    model.engine().check()
 
 
 def test_graphs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
