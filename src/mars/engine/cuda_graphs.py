@@ -66,6 +66,7 @@ class GraphRunner(Runner):
         self._steps: OrderedDict[tuple[int, Window], CapturedGraph[StepInputs]] = OrderedDict()
         self._prefills: dict[int, CapturedGraph[PrefillInputs]] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # for work that is about to be captured
         self._padding = StepInputs.padding(1, block_size, checkpoint.vocabulary)
 
     def _decide(self, inputs: StepInputs, windows: WindowBatch, logits: torch.Tensor) -> StepOutputs:
@@ -197,11 +198,10 @@ class GraphRunner(Runner):
         with self._compiled.applied(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*TensorFloat32.*")
             try:
-                stream = torch.cuda.Stream()
-                stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):
+                self._stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self._stream):
                     work()
-                torch.cuda.current_stream().wait_stream(stream)
+                torch.cuda.current_stream().wait_stream(self._stream)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=self._pool):
                     outputs = work()
@@ -217,7 +217,7 @@ class GraphRunner(Runner):
         while cause := causes[-1].__cause__ or causes[-1].__context__:
             causes.append(cause)
         reason = next(iter(str(error).splitlines()), "")
-        if any(isinstance(each, torch.OutOfMemoryError) for each in causes):
+        if any(isinstance(each, torch.OutOfMemoryError) or "out of memory" in str(each) for each in causes):
             self._capture_after = time.monotonic() + RETRY_SECONDS
             advice = "steps are slow without it: give the engine less memory for keys and values"
             warnings.warn(f"not enough memory to capture a step; {advice}", stacklevel=2)
