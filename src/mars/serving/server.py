@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import logging
-import os
 import signal
 import socket
 import sys
@@ -24,7 +23,7 @@ from mars.serving.access import LOOPBACK_HOSTS
 from mars.serving.app import create_app
 from mars.serving.connections import LimitedProtocol, raise_file_limit
 from mars.serving.engine_client import EngineClient
-from mars.serving.engine_process import EngineOptions
+from mars.serving.engine_process import EngineOptions, leave
 from mars.serving.governor import Target
 from mars.serving.messages import FromEngine, WarmingUp
 from mars.serving.service import Rules, Service
@@ -78,8 +77,7 @@ def run(serving: Serving) -> None:
         builtin.fetch()  # shows its progress
     with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
         runner.run(_serve(serving, rules))
-    logging.shutdown()
-    os._exit(0)  # without an orderly end, of which libraries only make warnings of leaks
+    leave(0)
 
 
 async def _serve(serving: Serving, rules: Rules) -> None:
