@@ -140,13 +140,12 @@ class StepOutputs:
     def results(self, wants_logprobs: SequenceOf[bool]) -> list[StepResult]:
         """What was decided for each sequence, with logprobs for those that want them."""
         self.wait()
-        results, first = [], 4 + self.drafts  # the first column of the drafts
-        for row, (decision, wanted) in enumerate(zip(self.decisions.tolist(), wants_logprobs, strict=True)):
-            accepted, trusted, count, token = decision[:4]
-            logprobs = self._logprobs(row) if wanted else []
-            drafts = decision[first : first + count]
-            results.append(StepResult(accepted, token, decision[4:first], drafts, trusted, logprobs))
-        return results
+        decisions = self.decisions.cpu()  # in one copy, if `to_host` was not called
+        accepted, trusted, counts, tokens = decisions[:, :4].T.tolist()
+        agrees, predicted = (each.tolist() for each in decisions[:, 4:].tensor_split([self.drafts], 1))
+        drafts = [each[:count] for each, count in zip(predicted, counts, strict=True)]
+        logprobs = [self._logprobs(row) if wanted else [] for row, wanted in enumerate(wants_logprobs)]
+        return list(map(StepResult, accepted, tokens, agrees, drafts, trusted, logprobs))
 
     def _logprobs(self, row: int) -> list[Logprob]:
         assert self.logprobs is not None and self.top_ids is not None
