@@ -351,7 +351,7 @@ def test_a_cancelled_task_aborts_its_request(model: mars.Model, pause: float) ->
 
 def test_the_dial_of_an_async_stream_turns(model: mars.Model) -> None:
     async def turn() -> mars.RequestOutput:
-        stream = model.astream(question(1), dial="exact", **ENDLESS)
+        stream = model.astream(question(1), dial="exact", window="chain", **ENDLESS)  # whatever a window costs here
         stream.dial = "one-token"
         pieces = [await anext(stream) for _ in range(5)]
         stream.dial = "exact"

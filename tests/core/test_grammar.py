@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mars.core import grammar
-from mars.core.grammar import GrammarCompiler, GrammarError, lark_grammar
+from mars.core.grammar import GrammarCompiler, lark_grammar
+from mars.errors import MarsError
 from tests.conftest import tiny_checkpoint
 
 
@@ -28,7 +29,7 @@ def test_a_grammar_is_compiled_once(compiler: GrammarCompiler, monkeypatch: pyte
     first.advance([0, 1, 1])
     assert len(compiled) == 1
     assert compiler.masks(second, []).equal(before) and not compiler.masks(first, []).equal(before)
-    with pytest.raises(GrammarError, match="cannot be followed"):
+    with pytest.raises(MarsError, match="cannot be followed"):
         first.advance([5])
     compiler.matcher(text).advance([0, 2])
 
@@ -43,6 +44,6 @@ def test_what_is_kept_is_bounded(compiler: GrammarCompiler, monkeypatch: pytest.
     monkeypatch.setattr(grammar, "CACHED_CHARACTERS", len(texts[0]) + 1)
     compiler.matcher(texts[1])
     assert list(compiler._compiled) == [texts[1]]
-    with pytest.raises(GrammarError):
+    with pytest.raises(MarsError):
         compiler.matcher("nonsense")
     assert "nonsense" not in compiler._compiled
