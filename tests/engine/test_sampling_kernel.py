@@ -89,11 +89,11 @@ def by_torch(
     return decision, *logprobs(windows, logits, decision, banned)
 
 
-LARGE = [] if DEVICE.type == "cpu" else [5003, 49152, 151936]  # the interpreter is slow
+FLOATS = torch.float32, torch.bfloat16
+LARGE = [] if DEVICE.type == "cpu" else [(size, each) for size in (5003, 49152, 151936) for each in FLOATS]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("vocabulary", [50, 300, *LARGE])
+@pytest.mark.parametrize(("vocabulary", "dtype"), [(50, torch.float32), (300, torch.bfloat16), *LARGE])
 def test_the_kernel_decides_as_pytorch_does(vocabulary: int, dtype: torch.dtype) -> None:
     windows, logits, inputs, state = step(vocabulary, dtype)
     state.grammar.random_(-(2**31), 2**31 - 1)
