@@ -47,3 +47,13 @@ def test_what_is_kept_is_bounded(compiler: GrammarCompiler, monkeypatch: pytest.
     with pytest.raises(MarsError):
         compiler.matcher("nonsense")
     assert "nonsense" not in compiler._compiled
+
+
+def test_a_panic_ends_one_request() -> None:
+    class PanicException(BaseException):
+        """Not an `Exception`, as theirs is not"""
+
+    with pytest.raises(MarsError, match="beyond what can be followed"), grammar.contained_panic():
+        raise PanicException
+    with pytest.raises(KeyboardInterrupt), grammar.contained_panic():
+        raise KeyboardInterrupt

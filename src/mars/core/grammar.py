@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from threading import Lock
 from typing import Any
@@ -44,6 +45,17 @@ def lark_grammar(rules: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": rules}]})
 
 
+@contextmanager
+def contained_panic() -> Iterator[None]:
+    """A panic of llguidance is no `Exception`: make it one, so that it ends one request and not the engine."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise MarsError("the grammar is beyond what can be followed", param="grammar") from error
+
+
 class GrammarCompiler:
     """Compiles grammars for the tokens of a model, each text once. Several threads may use it at once."""
 
@@ -69,7 +81,8 @@ class GrammarCompiler:
         with self._lock:
             compiled = self._compiled.get(grammar)
         if compiled is None:
-            compiled = llguidance.LLMatcher(self.tokens, grammar, log_level=0)
+            with contained_panic():
+                compiled = llguidance.LLMatcher(self.tokens, grammar, log_level=0)
             GrammarMatcher(compiled)  # raises if it is none
         with self._lock:
             self._compiled[grammar] = compiled
@@ -80,7 +93,8 @@ class GrammarCompiler:
 
     def masks(self, matcher: GrammarMatcher, drafts: Sequence[int]) -> Tensor:
         """(1 + drafts, words): what `allowed` says of one text. Raises where llguidance gives up."""
-        masks = self.allowed([(matcher, drafts)], 1 + len(drafts))[0]
+        with contained_panic():
+            masks = self.allowed([(matcher, drafts)], 1 + len(drafts))[0]
         matcher.check()
         return masks
 
@@ -123,7 +137,8 @@ class GrammarMatcher:
 
     def advance(self, tokens: Sequence[int]) -> None:
         """The text goes on with these tokens."""
-        self.matcher.consume_tokens(list(tokens))
+        with contained_panic():
+            self.matcher.consume_tokens(list(tokens))
         self.check()
 
 

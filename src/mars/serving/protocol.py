@@ -27,7 +27,6 @@ from mars.serving.tools import Style, Toolbox
 MAX_STOPS = 16
 MAX_PROMPTS = 128
 MAX_DEPTH = 100  # of schemas and arguments
-GREEDY_BELOW = 1e-5  # logits divided by a lower temperature are beyond float32
 NOTHING = {"modalities": ["text"], "echo": False}  # of parameters that are not supported, values that ask for nothing
 MOST_BIASED = 1024  # tokens of a logit_bias
 
@@ -159,7 +158,7 @@ class BaseCompletionRequest(Ignored):
     def sampling(self, choice: int) -> SamplingParams:
         """For one of the ``n`` choices: with a seed, each gets one of its own."""
         return SamplingParams(
-            temperature=self.temperature if self.temperature >= GREEDY_BELOW else 0.0,
+            temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
