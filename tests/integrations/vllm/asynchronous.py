@@ -89,7 +89,7 @@ def write(llm: Any, count: int = ROWS, *, dial: str | None = None, **options: An
 
     asked: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, **options}
     extra = None if dial is None else {"dial": dial}
-    params = [SamplingParams(max_tokens=6 + 5 * (n % 4), extra_args=extra, **asked) for n in range(count)]
+    params = [SamplingParams(max_tokens=8 + 7 * (n % 4), extra_args=extra, **asked) for n in range(count)]
     prompts = [{"prompt_token_ids": [(7 * n + 3 * k) % 10 for k in range(3 + 11 * n % 70)]} for n in range(count)]
     return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)]
 
@@ -123,7 +123,7 @@ def longest(llm: Any) -> Answers:
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, detokenize=False, allowed_token_ids=WORDS)
-    prompts = [{"prompt_token_ids": [1 + n, 2, 3] * 25} for n in range(3)]
+    prompts = [{"prompt_token_ids": [1 + n, 2, 3] * 20} for n in range(3)]
     return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)]
 
 

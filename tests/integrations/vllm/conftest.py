@@ -48,12 +48,3 @@ def engine(model: Path, **options: Any) -> Iterator[Any]:
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
-
-
-@contextmanager
-def plain_engine(model: Path, **options: Any) -> Iterator[Any]:
-    """vLLM without the plugin. It runs in this process, where it starts sooner."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        with engine(model, **options) as llm:
-            yield llm

@@ -15,24 +15,18 @@ from typing import Any
 import httpx
 import pytest
 
-from mars import cli
-
 SECONDS = 240
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    """Type ``mars …`` in this process, which has loaded everything."""
-    monkeypatch.setattr(sys, "argv", ["mars", *map(str, arguments)])
-    with pytest.raises(SystemExit) as left:
-        cli.main()
-    assert not left.value.code
+def mars(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "mars", *map(str, arguments)]
 
 
-def test_bench_measures_dials_in_vllm(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_measures_dials_in_vllm(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
-    command = ("bench", "--engine", "vllm", "--model", model, "--dials", "exact,relaxed=0.3", "--batch-sizes", 2)
-    options = ("--dtype", "float32", "--max-new-tokens", 24, "--min-requests", 2, "--out", out)
-    run(monkeypatch, *command, *options)
+    command = mars("bench", "--engine", "vllm", "--model", model, "--dials", "exact,relaxed=0.3", "--batch-sizes", 2)
+    command += ["--dtype", "float32", "--max-new-tokens", "24", "--min-requests", "2", "--out", str(out)]
+    subprocess.run(command, check=True, timeout=SECONDS)
     found = json.loads(out.read_text())
     rows = {row["dial"]: row for row in found["rows"]}
     assert found["options"]["engine"] == "vllm"
@@ -41,16 +35,27 @@ def test_bench_measures_dials_in_vllm(model: Path, tmp_path: Path, monkeypatch: 
     assert rows["relaxed=0.3"]["tokens_per_forward"] > 1.3
 
 
-def test_eval_answers_with_vllm(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eval_answers_with_vllm(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     data, out = tmp_path / "data", tmp_path / "out"
     data.mkdir()
     questions = [{"question": f"Tom has {n} apples and eats one. How many are left?", "answer": f"#### {n - 1}"}
                  for n in (3, 5, 8)]  # fmt: skip
     (data / "gsm8k_test.jsonl").write_text("".join(json.dumps(each) + "\n" for each in questions))
-    command = ("eval", "--engine", "vllm", "--model", model, "--tasks", "gsm8k", "--dials", "one-token,exact")
-    options = ("--dtype", "float32", "--max-new-tokens", 32, "--data-dir", data, "--rows", 4, "--out", out)
-    run(monkeypatch, *command, *options)
+    command = mars("eval", "--engine", "vllm", "--model", model, "--tasks", "gsm8k", "--dials", "one-token,exact")
+    command += [
+        "--dtype",
+        "float32",
+        "--max-new-tokens",
+        "32",
+        "--data-dir",
+        str(data),
+        "--rows",
+        "4",
+        "--out",
+        str(out),
+    ]
+    subprocess.run(command, check=True, timeout=SECONDS)
     rows = {row["dial"]: row for row in json.loads((out / "results.json").read_text())["rows"]}
     assert rows["exact"]["same_text"] == 1 and rows["exact"]["tokens_per_forward"] > 1.3
     assert rows["one-token"]["tokens_per_forward"] == 1
@@ -59,9 +64,9 @@ def test_eval_answers_with_vllm(model: Path, tmp_path: Path, monkeypatch: pytest
 def test_serve_speaks_of_the_dial_as_our_server_does() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = ["mars", "serve", "--engine", "vllm", "--port", str(port), "--rows", "4", "--dial", "relaxed=0.3"]
-    command += ["--api-key", "k", "--", "--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
-    server = subprocess.Popen([sys.executable, "-m", *command], env=os.environ)
+    command = mars("serve", "--engine", "vllm", "--port", port, "--rows", 4, "--dial", "relaxed=0.3", "--api-key", "k")
+    command += ["--", "--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
+    server = subprocess.Popen(command, env=os.environ)
     try:
         headers = {"Authorization": "Bearer k"}
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60) as client:

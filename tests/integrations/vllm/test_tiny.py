@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from mars.models import save_checkpoint
 from tests.conftest import MASK, VOCABULARY, tiny_checkpoint
-from tests.integrations.vllm.conftest import MARS, SEQUENCES, engine, plain_engine
+from tests.integrations.vllm.conftest import MARS, SEQUENCES, engine
 
 
 @pytest.fixture(scope="module")
@@ -34,45 +33,22 @@ def write(llm: Any) -> list[list[int]]:
     return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)]
 
 
-class Plain(NamedTuple):
-    """What vLLM generates without the plugin."""
-
-    texts: list[list[int]]
-    sampled: Counter[tuple[int, ...]]
-
-
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> Plain:
-    with plain_engine(folder, max_model_len=128) as llm:
-        return Plain(write(llm), sampled(llm))
+def expected(folder: Path) -> list[list[int]]:
+    with engine(folder, max_model_len=128) as llm:
+        return write(llm)
 
 
-@pytest.fixture(scope="module")
-def one_rank(folder: Path) -> Iterator[Any]:
-    """With so few pages that requests are preempted."""
-    with engine(folder, max_model_len=128, num_gpu_blocks_override=12, logprobs_mode="raw_logprobs", **MARS) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def two_ranks(folder: Path) -> Iterator[Any]:
+def test_two_ranks(folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # there may be fewer cores than ranks
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # there may be fewer cores than ranks
-        with engine(folder, max_model_len=128, logprobs_mode="processed_logprobs", **MARS, **two) as llm:
-            yield llm
-
-
-def test_two_ranks(two_ranks: Any, expected: Plain) -> None:
-    assert write(two_ranks) == expected.texts
-    first, second = two_ranks.collective_rpc("mars_state")
-    assert first == second and first["accepted"] > 20
-    two_ranks.collective_rpc("mars_turn", args=("one-token",))
-    try:
-        assert write(two_ranks) == expected.texts
-        assert [each["dial"] for each in two_ranks.collective_rpc("mars_state")] == ["one-token"] * 2
-    finally:
-        two_ranks.collective_rpc("mars_turn", args=("exact",))
+    with engine(folder, max_model_len=128, **MARS, **two) as llm:
+        assert write(llm) == expected
+        first, second = llm.collective_rpc("mars_state")
+        assert first == second and first["accepted"] > 20
+        llm.collective_rpc("mars_turn", args=("one-token",))
+        assert write(llm) == expected
+        assert [each["dial"] for each in llm.collective_rpc("mars_state")] == ["one-token"] * 2
 
 
 def sampled(llm: Any) -> Counter[tuple[int, ...]]:
@@ -86,12 +62,14 @@ def sampled(llm: Any) -> Counter[tuple[int, ...]]:
     return Counter(tuple(each.outputs[0].token_ids[2:4]) for each in answers)
 
 
-def test_sampling_has_the_same_distribution(one_rank: Any, expected: Plain) -> None:
+def test_sampling_has_the_same_distribution(folder: Path) -> None:
     from scipy.stats import chi2_contingency
 
-    before = one_rank.collective_rpc("mars_state")[0]["accepted"]
-    mine, theirs = sampled(one_rank), expected.sampled
-    assert one_rank.collective_rpc("mars_state")[0]["accepted"] > before + 100
+    with engine(folder, max_model_len=128) as llm:
+        theirs = sampled(llm)
+    with engine(folder, max_model_len=128, **MARS) as llm:
+        mine = sampled(llm)
+        assert llm.collective_rpc("mars_state")[0]["accepted"] > 100
     common = [text for text, count in (mine + theirs).most_common() if count >= 20]
     rest = [sum(count for text, count in each.items() if text not in common) for each in (mine, theirs)]
     table = [[*(each[text] for text in common), other] for each, other in zip((mine, theirs), rest, strict=True)]
@@ -127,49 +105,50 @@ def random_texts(llm: Any, dial: str, **options: Any) -> list[tuple[list[int], l
     return found
 
 
-@pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])  # one has raw log-probabilities, the other processed ones
-def test_sampling_with_a_seed(ranks: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_sampling_with_a_seed(folder: Path, mode: str) -> None:
     """With windows and without, together or alone: one text, with penalties and truncation. Lossy dials obey both."""
-    llm = request.getfixturevalue(ranks)
-    expected = random_texts(llm, "one-token", top_k=6, top_p=0.95)
-    before = llm.collective_rpc("mars_state")[0]["accepted"]
-    assert random_texts(llm, "exact", top_k=6, top_p=0.95) == expected
-    assert llm.collective_rpc("mars_state")[0]["accepted"] > before
-    assert len({tuple(tokens) for tokens, _ in expected}) > 1
-    only = random_texts(llm, "one-token", top_k=1)
-    assert random_texts(llm, "relaxed=0.000001", top_k=1) == only
-    assert random_texts(llm, "threshold:margin=1", top_k=1) == only  # a random model is never so confident
-    assert random_texts(llm, "threshold:entropy=0", top_k=1) != only
+    with engine(folder, max_model_len=128, logprobs_mode=mode, **MARS) as llm:
+        expected = random_texts(llm, "one-token", top_k=6, top_p=0.95)
+        before = llm.collective_rpc("mars_state")[0]["accepted"]
+        assert random_texts(llm, "exact", top_k=6, top_p=0.95) == expected
+        assert llm.collective_rpc("mars_state")[0]["accepted"] > before
+        assert len({tuple(tokens) for tokens, _ in expected}) > 1
+        only = random_texts(llm, "one-token", top_k=1)
+        assert random_texts(llm, "relaxed=0.000001", top_k=1) == only
+        assert random_texts(llm, "threshold:margin=1", top_k=1) == only  # a random model is never so confident
+        assert random_texts(llm, "threshold:entropy=0", top_k=1) != only
 
 
-def test_five_hundred_requests_some_of_them_aborted(one_rank: Any) -> None:
+def test_five_hundred_requests_some_of_them_aborted(folder: Path) -> None:
     from vllm import SamplingParams
 
     draw, dials = random.Random(0), ["exact", "relaxed=0.3", "threshold=0.3", "one-token", None]
-    inner, left, finished, aborted = one_rank.llm_engine, list(range(500)), set[str](), set[str]()
-    while left or inner.has_unfinished_requests():
-        for number in [left.pop() for _ in range(min(len(left), draw.randrange(8)))]:
-            dial = draw.choice(dials)
-            params = SamplingParams(
-                temperature=draw.choice([0.0, 1.0]),
-                max_tokens=draw.randint(1, 40),
-                ignore_eos=True,
-                detokenize=False,
-                extra_args=None if dial is None else {"dial": dial},
-            )
-            prompt = [draw.randrange(10) for _ in range(draw.randint(1, 60))]
-            inner.add_request(f"crowd {number}", {"prompt_token_ids": prompt}, params)
-            if draw.random() < 0.2:
-                aborted.add(f"crowd {number}")
-        for each in inner.step():
-            if each.finished:
-                finished.add(each.request_id)
-            elif each.request_id in aborted and draw.random() < 0.3:
-                inner.abort_request([each.request_id])
-                finished.add(each.request_id)
-    for _ in range(3):  # what was told last, is heard
-        write(one_rank)
-    gauges = {each.name: each.value for each in one_rank.get_metrics() if hasattr(each, "value")}
+    with engine(folder, max_model_len=128, num_gpu_blocks_override=12, **MARS) as llm:
+        inner, left, finished, aborted = llm.llm_engine, list(range(500)), set[str](), set[str]()
+        while left or inner.has_unfinished_requests():
+            for number in [left.pop() for _ in range(min(len(left), draw.randrange(8)))]:
+                dial = draw.choice(dials)
+                params = SamplingParams(
+                    temperature=draw.choice([0.0, 1.0]),
+                    max_tokens=draw.randint(1, 40),
+                    ignore_eos=True,
+                    detokenize=False,
+                    extra_args=None if dial is None else {"dial": dial},
+                )
+                prompt = [draw.randrange(10) for _ in range(draw.randint(1, 60))]
+                inner.add_request(str(number), {"prompt_token_ids": prompt}, params)
+                if draw.random() < 0.2:
+                    aborted.add(str(number))
+            for each in inner.step():
+                if each.finished:
+                    finished.add(each.request_id)
+                elif each.request_id in aborted and draw.random() < 0.3:
+                    inner.abort_request([each.request_id])
+                    finished.add(each.request_id)
+        for _ in range(3):  # what was told last, is heard
+            write(llm)
+        gauges = {each.name: each.value for each in llm.get_metrics() if hasattr(each, "value")}
     assert len(finished) == 500 and len(aborted) > 60
     busy = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     assert [gauges[name] for name in busy] == [0, 0, 0]
