@@ -76,8 +76,10 @@ class GraphRunner(Runner):
 
     def _decide_by_kernel(self, inputs: StepInputs, windows: WindowBatch, logits: torch.Tensor) -> StepOutputs:
         """The same as `Runner._decide`, whatever the features of the inputs."""
-        state, mask = self.state, self.checkpoint.mask_token_id
-        choices = self._choices(logits, windows.drafts, inputs, state, self._ends, -1 if mask is None else mask)
+        state, mask = self.state, self.checkpoint.banned_token
+        choices = self._choices(
+            *(logits, windows.drafts, inputs, state, self._ends, -1 if mask is None else mask), self.checkpoint.head
+        )
         emitted = state.drafts_emitted[inputs.slots]
         decision = decide_by(choices, windows, state.cursor[inputs.slots], emitted)
         state.advance(inputs, windows.drafts, decision)

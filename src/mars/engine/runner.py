@@ -35,7 +35,7 @@ class Runner:
         vocabulary = checkpoint.vocabulary
         self._uses_kernel = cache.is_even and checkpoint.device.type == "cuda"
         self._ends = send(token_mask(checkpoint.end_tokens, vocabulary), checkpoint.device)
-        self._bias = send(bias_tensor([SamplingParams()], vocabulary, checkpoint.mask_token_id), checkpoint.device)
+        self._bias = send(bias_tensor([SamplingParams()], vocabulary, checkpoint.banned_token), checkpoint.device)
         """Keeps the mask token from being sampled"""
 
     @torch.inference_mode()
@@ -109,6 +109,7 @@ class Runner:
             inputs.sampling(bias, self._ends),
             positions=state.cursor[slots],
             emitted=state.drafts_emitted[slots],
+            head=self.checkpoint.head,
             **state.options(inputs, windows.drafts.shape[1] + 1),
         )
         state.advance(inputs, windows.drafts, decision)

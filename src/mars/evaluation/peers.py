@@ -83,8 +83,8 @@ def _transformers(checkpoint: Checkpoint, prompts: Sequence[list[int]], max_new_
     padding = ends[0] if ends else 0
     options: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0, "pad_token_id": padding}
     options |= {"eos_token_id": ends or None, "max_new_tokens": max_new_tokens}
-    if checkpoint.mask_token_id is not None:
-        options["suppress_tokens"] = [checkpoint.mask_token_id]
+    if checkpoint.banned_token is not None:
+        options["suppress_tokens"] = [checkpoint.banned_token]
     clock = _Clock()
     texts = [torch.tensor(prompt, device=checkpoint.device) for prompt in prompts]
     layout: dict[str, Any] = {"batch_first": True, "padding_side": "left"}

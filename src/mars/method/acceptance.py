@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mars.errors import MarsError
+from mars.method.markov import MarkovHead
 from mars.method.sampling import SamplingTensors
 from mars.method.tensors import send
 from mars.method.windows import WindowBatch
@@ -154,8 +155,11 @@ class Choices(Protocol):
         """At each verified position: what the AR model writes there, and is the draft good enough for the dial?"""
         ...
 
-    def predict(self, rows: Tensor, at: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each mask behind the accepted drafts: its token, and is it sure enough to be emitted unchecked?"""
+    def predict(self, rows: Tensor, at: Tensor, accepted: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each mask behind the accepted drafts: its token, and is it sure enough to be emitted unchecked?
+
+        ``token`` (sequences,) is the one before the first mask.
+        """
         ...
 
 
@@ -169,6 +173,7 @@ class LogitsChoices:
     sampling: SamplingTensors
     history: tuple[Tensor, ...]  # tokens seen and counted at each verified position, if there are penalties
     allowed: Tensor | None
+    head: MarkovHead | None = None
 
     def verify(self, rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         adjusted = self.sampling.ban_early_end(self.sampling.adjust(self.logits[rows], *self.history), at)
@@ -180,9 +185,20 @@ class LogitsChoices:
             tolerated = within_tolerance(adjusted[:, :-1], scores[:, :-1], self.drafts, self.dials.tolerance)
         return self.sampling.sample(scores, at), tolerated
 
-    def predict(self, rows: Tensor, at: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
-        history = (_behind(tokens, accepted)[:, None] for tokens in self.history)
-        adjusted = self.sampling.ban_early_end(self.sampling.adjust(self.logits[rows], *history), at)
+    def predict(self, rows: Tensor, at: Tensor, accepted: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        history = [_behind(tokens, accepted)[:, None] for tokens in self.history]
+        if self.head is None or not rows.shape[1]:
+            return self._predict(self.logits[rows], at, history)
+        found = list[tuple[Tensor, Tensor]]()
+        for mask in range(rows.shape[1]):
+            logits = self.logits[rows[:, mask]].float() + self.head(token).float()
+            found.append(self._predict(logits[:, None], at[:, mask : mask + 1], history))
+            token = found[-1][0][:, 0]
+        tokens, confident = (torch.cat(each, 1) for each in zip(*found, strict=True))
+        return tokens, confident
+
+    def _predict(self, logits: Tensor, at: Tensor, history: list[Tensor]) -> tuple[Tensor, Tensor]:
+        adjusted = self.sampling.ban_early_end(self.sampling.adjust(logits, *history), at)
         confident = confidence(adjusted, self.dials) >= self.dials.trust[:, None]
         return self.sampling.sample(self.sampling.scores(adjusted), at), confident
 
@@ -198,14 +214,16 @@ def decide(
     seen: Tensor | None = None,
     counts: Tensor | None = None,
     allowed: Tensor | None = None,
+    head: MarkovHead | None = None,
 ) -> Decision:
     """`decide_by` what the logits (tokens, vocabulary) of all windows say.
 
     ``seen`` and ``counts`` (sequences, vocabulary) are the tokens up to the last one. ``allowed`` (sequences, most
-    drafts + 1, vocabulary) has the tokens that a grammar allows at the verified positions; masks are free.
+    drafts + 1, vocabulary) has the tokens that a grammar allows at the verified positions; masks are free. ``head``
+    adds to the logits of masks.
     """
     history = _along_drafts(windows.drafts, seen, counts)
-    choices = LogitsChoices(logits, windows.drafts, dials, sampling, history, allowed)
+    choices = LogitsChoices(logits, windows.drafts, dials, sampling, history, allowed, head)
     return decide_by(choices, windows, positions, emitted)
 
 
@@ -225,7 +243,7 @@ def decide_by(choices: Choices, windows: WindowBatch, positions: Tensor, emitted
 
     rows, draft_count = windows.mask_rows(accepted)
     ahead = torch.arange(windows.masks, device=drafts.device)
-    predicted, confident = choices.predict(rows, (positions + accepted)[:, None] + 2 + ahead, accepted)
+    predicted, confident = choices.predict(rows, (positions + accepted)[:, None] + 2 + ahead, accepted, token)
     trusted = leading(confident & (ahead < draft_count[:, None]))
     return Decision(accepted, agrees, token, predicted, draft_count, trusted)
 

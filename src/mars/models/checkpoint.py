@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from mars.method.markov import MarkovHead
+from mars.models.gated import GatedAdapter
 from mars.models.prompts import Prompt, encode
 from mars.models.settings import Settings, end_tokens
 
@@ -15,6 +17,7 @@ class Checkpoint:
     module: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     settings: Settings | None = None  # None: not trained by MARS, so it decodes one token per forward
+    adapter: GatedAdapter | None = None  # attached to the module; None: the weights themselves were trained
 
     @property
     def device(self) -> torch.device:
@@ -38,6 +41,16 @@ class Checkpoint:
     @property
     def mask_token_id(self) -> int | None:
         return self.settings.mask_token_id if self.settings else None
+
+    @property
+    def banned_token(self) -> int | None:
+        """The mask token, which is never sampled, if it has a logit at all: a gated adapter's has none."""
+        mask = self.mask_token_id
+        return mask if mask is not None and mask < self.vocabulary else None
+
+    @property
+    def head(self) -> MarkovHead | None:
+        return self.adapter.head if self.adapter else None
 
     def encode(self, prompt: Prompt, system: str | None = None) -> list[int]:
         """Tokens of a prompt. A text becomes a user's message if the model has a chat template."""

@@ -13,9 +13,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import cached_file
 
 from mars.errors import MarsError
 from mars.models import builtin
+from mars.models.adapter_files import find_adapter, read_adapter
 from mars.models.checkpoint import Checkpoint
 from mars.models.gguf import load_gguf
 from mars.models.layout import store_by_columns
@@ -32,28 +34,36 @@ def load_checkpoint(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
 ) -> Checkpoint:
-    """Load a hub id, a local folder, a local GGUF file, a built-in name, or a peft adapter folder.
+    """Load a hub id, a local folder, a local GGUF file, a built-in name, or an adapter that names its base.
 
     Built in are ``smollm2-135m`` and, without the adapter that makes it a MARS model, ``smollm2-135m-base``.
 
-    ``adapter`` is merged into the model. The device is a CUDA GPU if there is one, else the CPU; the dtype bfloat16
-    on the one and float32 on the other, unless given.
+    ``adapter`` is a folder or hub id with a gated adapter, or a folder of peft's, which is merged. The device is a CUDA
+    GPU if there is one, else the CPU; the dtype bfloat16 on the one and float32 on the other, unless given.
     """
     name = _expand(name)
+    revision = None
     if (Path(name) / ADAPTER_FILE).is_file():
         name, adapter = _base_of(Path(name)), adapter or name
     elif name == builtin.NAME:
         adapter = adapter or builtin.ADAPTER
+    elif adapter is None and name != builtin.BASE and (files := find_adapter(name)) is not None:
+        adapter = name
+        if not _is_model(name):
+            name, revision = files.base
     device = _device(device)
     picked = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is None:
         picked = torch.float32 if device.type == "cpu" else torch.bfloat16
     if not isinstance(picked, torch.dtype) or not picked.is_floating_point:
         raise MarsError(f"unknown dtype {dtype!r}: use float32, bfloat16 or float16")
-    model, tokenizer = _load(name, picked)
+    model, tokenizer = _load(name, picked, revision)
     refuse_model(name, model)
     settings = Settings.read(model.generation_config)
-    if adapter is not None:
+    files = None if adapter is None else find_adapter(_expand(adapter))
+    if files is not None:
+        settings = Settings.of(files.config)
+    elif adapter is not None:
         folder = Path(_expand(adapter))
         tokenizer = _adopt_tokenizer(model, tokenizer, folder)
         model = _merge(model, folder)
@@ -61,10 +71,11 @@ def load_checkpoint(
         if (folder / "generation_config.json").is_file():
             settings = Settings.read(GenerationConfig.from_pretrained(folder)) or settings
     model = model.to(device).eval().requires_grad_(False)
+    gated = None if files is None else read_adapter(files, model)
     if device.type == "cpu":
         store_by_columns(model)
-    checkpoint = Checkpoint(name, model, tokenizer, settings)
-    if settings is not None and settings.mask_token_id >= checkpoint.vocabulary:
+    checkpoint = Checkpoint(name, model, tokenizer, settings, gated)
+    if settings is not None and gated is None and settings.mask_token_id >= checkpoint.vocabulary:
         raise MarsError(f"{name} has {checkpoint.vocabulary} tokens, but its mask token is {settings.mask_token_id}")
     return checkpoint
 
@@ -94,7 +105,9 @@ def _device(name: str | torch.device | None) -> torch.device:
 
 def brings_adapter(name: str) -> bool:
     """Does this name stand for a base model with an adapter?"""
-    return name == builtin.NAME or (Path(_expand(name)) / ADAPTER_FILE).is_file()
+    if name in (builtin.NAME, builtin.BASE):
+        return name == builtin.NAME
+    return (Path(_expand(name)) / ADAPTER_FILE).is_file() or find_adapter(_expand(name)) is not None
 
 
 def is_put_together(name: str, adapter: str | Path | None) -> bool:
@@ -107,7 +120,28 @@ def _expand(name: str | Path) -> str:
     return str(Path(name).expanduser()) if str(name).startswith("~") else str(name)
 
 
-def _load(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def source_folder(name: str) -> Path | None:
+    """The folder with a model's own files: of a hub id, of the built-in model, or itself; None for a GGUF file."""
+    name = _expand(name)
+    if name == builtin.BASE:
+        return builtin.builtin_folder()
+    if name.endswith(".gguf"):
+        return None
+    return Path(name) if Path(name).is_dir() else Path(str(cached_file(name, "config.json"))).parent
+
+
+def _is_model(name: str) -> bool:
+    """Does this folder or repository have a model of its own?"""
+    try:
+        AutoConfig.from_pretrained(name)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _load(
+    name: str, dtype: torch.dtype, revision: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if name.endswith(".gguf"):
         if not Path(name).is_file():
             raise MarsError(f"there is no file {name}")
@@ -117,10 +151,12 @@ def _load(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTok
     source = str(builtin.builtin_folder()) if name in (builtin.NAME, builtin.BASE) else name
     _check_generation_config(Path(source))
     try:
-        refuse_config(name, AutoConfig.from_pretrained(source))
-        model, report = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
+        refuse_config(name, AutoConfig.from_pretrained(source, revision=revision))
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source, revision=revision, dtype=dtype, output_loading_info=True
+        )
         refuse_gaps(report)
-        return model, AutoTokenizer.from_pretrained(source)
+        return model, AutoTokenizer.from_pretrained(source, revision=revision)
     except MarsError:
         raise
     except Exception as error:  # transformers, safetensors and the hub client each raise their own

@@ -1,9 +1,15 @@
-"""MARS settings of a checkpoint: under ``mars`` in its ``generation_config.json``, which other software ignores."""
+"""MARS settings of a checkpoint.
+
+They are in ``mars/config.json`` with a gated adapter, else under ``mars`` in ``generation_config.json``, which other
+software ignores.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -41,6 +47,14 @@ class Settings:
             return cls(**stored)
         except (TypeError, AttributeError, MarsError) as error:
             raise MarsError(f"the {KEY!r} settings in generation_config.json are not usable: {error}") from None
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Settings:
+        """The settings in the config of a gated adapter."""
+        try:
+            return cls(**{each.name: config[each.name] for each in fields(cls)})
+        except (LookupError, TypeError, MarsError) as error:
+            raise MarsError(f"the settings in mars/config.json are not usable: {error}") from None
 
     def write(self, config: GenerationConfig) -> None:
         setattr(config, KEY, asdict(self))

@@ -23,7 +23,8 @@ from mars.reference.common import emit, greedy_sequence, mask_token, predicted, 
 class _Block:
     """A sequence and the block it works on."""
 
-    def __init__(self, sequence: Sequence) -> None:
+    def __init__(self, checkpoint: Checkpoint, sequence: Sequence) -> None:
+        self.checkpoint = checkpoint
         self.sequence = sequence
         self.tokens = sequence.tokens
         self.cached = len(self.tokens) - 1
@@ -38,7 +39,7 @@ class _Block:
         ar_choice = logits[: self.trusted].argmax(1).tolist()
         unverified = self.tokens[len(self.tokens) - self.trusted :]
         agrees = [mine == ar for mine, ar in zip(unverified, ar_choice, strict=True)]
-        tokens = predicted(logits[self.trusted :], self.sequence.dial)
+        tokens = predicted(self.checkpoint, logits[self.trusted :], self.sequence.dial)
         taken = emit(self.sequence, tokens, [*agrees, True])
         self.trusted = taken - 1
         self.tokens += tokens[:taken]
@@ -53,7 +54,7 @@ def block_cache(checkpoint: Checkpoint, requests: SequenceOf[Request], cached_bl
     if cached_block < 1:
         raise MarsError(f"cached_block must be at least 1, not {cached_block}")
     mask_token(checkpoint)
-    blocks = [_Block(greedy_sequence(checkpoint, request)) for request in requests]
+    blocks = [_Block(checkpoint, greedy_sequence(checkpoint, request)) for request in requests]
     masks = [request.block_size - 1 for request in requests]
     most = max(len(each.tokens) + each.sequence.max_tokens for each in blocks)
     cache = Cache(len(blocks), most + 2 * (cached_block + max(masks) + 1))

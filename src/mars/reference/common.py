@@ -42,14 +42,23 @@ def mask_token(checkpoint: Checkpoint) -> int:
 def without_mask(checkpoint: Checkpoint, logits: Tensor) -> Tensor:
     """Logits in float32 with the mask token ruled out."""
     logits = logits.float()
-    if checkpoint.mask_token_id is not None:
+    if checkpoint.banned_token is not None:
         logits = logits.clone()
-        logits[..., checkpoint.mask_token_id] = -torch.inf
+        logits[..., checkpoint.banned_token] = -torch.inf
     return logits
 
 
-def predicted(logits: Tensor, dial: Dial) -> list[int]:
+def with_head(checkpoint: Checkpoint, logits: Tensor) -> Tensor:
+    """Logits (block, vocabulary) of the AR token and of masks, the masks' given the greedy tokens before them."""
+    rows = [logits[0]]
+    for row in logits[1:]:
+        rows.append(row if checkpoint.head is None else row + checkpoint.head(rows[-1].argmax()).float())
+    return torch.stack(rows)
+
+
+def predicted(checkpoint: Checkpoint, logits: Tensor, dial: Dial) -> list[int]:
     """The paper's rule on logits (block, vocabulary): the AR token, then masks from the left while confident."""
+    logits = with_head(checkpoint, logits)
     confident = confidence(logits[None, 1:], DialTensors.of([dial], logits.device)) >= dial.trust
     count = 1 + int(leading(confident))
     return [int(token) for token in logits[:count].argmax(1)]

@@ -49,7 +49,7 @@ class Decoder:
         self._prefill()
         rows, sequences = self.running, [self.sequences[row] for row in self.running]
         windows = feed(self.checkpoint, sequences)
-        device, vocabulary, mask = self.checkpoint.device, self.checkpoint.vocabulary, self.checkpoint.mask_token_id
+        device, vocabulary, mask = self.checkpoint.device, self.checkpoint.vocabulary, self.checkpoint.banned_token
         cursors = send([each.cursor for each in sequences], device)
         logits = forward_windows(self.checkpoint, self._cache, send(rows, device), cursors, windows)
         dials = [each.dial for each in sequences]
@@ -62,6 +62,7 @@ class Decoder:
             ),
             positions=cursors,
             emitted=send([each.drafts_emitted for each in sequences], device),
+            head=self.checkpoint.head,
             allowed=self._allowed(sequences, windows.drafts.shape[1] + 1),
             **self._history(sequences),
         )

@@ -11,7 +11,7 @@ from mars.core.request import Request, require_masks
 from mars.errors import MarsError
 from mars.method.acceptance import Dial
 from mars.models.checkpoint import Checkpoint
-from mars.reference.common import Text, emit, greedy_sequence, mask_token, predicted
+from mars.reference.common import Text, emit, greedy_sequence, mask_token, predicted, with_head
 from mars.reference.jacobi import count_matches
 
 
@@ -29,7 +29,7 @@ class _Drafter:
         proposed: list[int] = []
         while len(proposed) < count:
             known = [*tokens, *proposed]
-            proposed += predicted(self.text.feed(known, masks=self.masks), self.dial)
+            proposed += predicted(self.text.checkpoint, self.text.feed(known, masks=self.masks), self.dial)
             self.text.cursor = len(known)
             self.forwards += 1
         return proposed[:count]
@@ -58,13 +58,15 @@ def draft_model(
         count = min(drafts, sequence.room - 1)
         free = free[:count]
         proposed = free + drafter.propose(tokens + free, count - len(free))
-        choices = text.feed(tokens, proposed, groups=count + 1, masks=masks).argmax(1).tolist()
+        logits = text.feed(tokens, proposed, groups=count + 1, masks=masks)
+        choices = logits[: count + 1].argmax(1).tolist()
         accepted = count_matches(proposed, choices)
         emit(sequence, [*proposed[:accepted], choices[accepted]], [True] * (accepted + 1))
         tokens += [*proposed[:accepted], choices[accepted]]
         text.cursor = len(tokens) - 1
         group = count + 1 + accepted * masks  # a mask group follows every number of accepted drafts, in order
-        free = choices[group : group + masks]
+        block = torch.cat([logits[accepted : accepted + 1], logits[group : group + masks]])
+        free = with_head(target, block)[1:].argmax(1).tolist()
         drafter.text.cursor = min(drafter.text.cursor, text.cursor)
     sequence.output.draft_forwards = drafter.forwards
     return sequence.output

@@ -22,7 +22,7 @@ def sliding_window(checkpoint: Checkpoint, request: Request) -> RequestOutput:
             output = model(torch.tensor([fed], device=checkpoint.device), use_cache=False, logits_to_keep=keep)
             logits = without_mask(checkpoint, output.logits[0])
             ar_choice = logits[: len(trusted)].argmax(1).tolist()
-            tokens = predicted(logits[len(trusted) :], sequence.dial)
+            tokens = predicted(checkpoint, logits[len(trusted) :], sequence.dial)
             agrees = [mine == ar for mine, ar in zip(trusted, ar_choice, strict=True)]
             trusted = tokens[1 : emit(sequence, tokens, [*agrees, True])]
             sequence.tokens += [tokens[0], *trusted]

@@ -5,6 +5,7 @@ call to `attend`: one mask for every sliding window of its layers; None is a lay
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -22,20 +23,38 @@ NAME = "mars_streams"
 StreamMask = Tensor | BlockMask
 
 
-def stream_masks(visibility: Visibility, windows: Iterable[int | None], *, flex: bool) -> dict[int | None, StreamMask]:
+def stream_masks(
+    queries: Visibility, keys: Visibility, windows: Iterable[int | None], *, flex: bool
+) -> dict[int | None, StreamMask]:
     """The visibility rule as a mask, for each sliding window of the model."""
     if flex:
-        return {window: _block_mask(visibility, window) for window in windows}
-    return {window: visibility_table(visibility, visibility, window)[:, None] for window in windows}
+        return {window: _block_mask(queries, keys, window) for window in windows}
+    return {window: visibility_table(queries, keys, window)[:, None] for window in windows}
 
 
-def _block_mask(visibility: Visibility, sliding: int | None) -> BlockMask:
+def _block_mask(queries: Visibility, keys: Visibility, sliding: int | None) -> BlockMask:
     def visible(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return sees(visibility.at(row, query), visibility.at(row, key), sliding)
+        return sees(queries.at(row, query), keys.at(row, key), sliding)
 
-    (rows, length), device = visibility.position.shape, visibility.position.device
+    (rows, asked), device = queries.position.shape, queries.position.device
     build = compiled(create_block_mask) if device.type == "cuda" else create_block_mask
-    return build(visible, rows, None, length, length, device=str(device))
+    return build(visible, rows, None, asked, keys.position.shape[1], device=str(device))
+
+
+@dataclass(slots=True)
+class CleanStates:
+    """Keys and values of the clean stream, by layer: kept in its own forward, and read in that of the masks."""
+
+    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    complete: bool = False
+
+    def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """What a layer's queries attend to."""
+        if not self.complete:
+            self.layers[layer] = key, value
+            return key, value
+        clean_key, clean_value = self.layers[layer]
+        return torch.cat([clean_key, key], 2), torch.cat([clean_value, value], 2)
 
 
 def attend(
@@ -44,6 +63,30 @@ def attend(
     key: Tensor,
     value: Tensor,
     _attention_mask: Tensor | None,
+    *,
+    clean_states: CleanStates | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention of both streams at once, or of one of them."""
+    if clean_states is not None:
+        return _attend_to_clean(module, query, key, value, clean_states, **options)
+    return _attend(module, query, key, value, **options)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend_to_clean(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, clean_states: CleanStates, **options: Any
+) -> tuple[Tensor, None]:
+    """Outside of compiled layers: the number of a layer would compile each of them anew."""
+    key, value = clean_states.exchange(module.layer_idx, key, value)  # type: ignore[arg-type]
+    return _attend(module, query, key, value, **options)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     *,
     stream_masks: Mapping[int | None, StreamMask] | None = None,
     scaling: float | None = None,

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from mars.errors import MarsError
+from mars.method.markov import MarkovHead
 from mars.method.streams import IGNORED, Streams
 from mars.method.visibility import Visibility, visibility_table
-from mars.training.attention import NAME, stream_masks
+from mars.models.gated import GatedAdapter
+from mars.training.attention import NAME, CleanStates, stream_masks
 from mars.training.recipe import Loss
 
 CHUNK = 2048  # positions whose logits exist at once: the logits of a whole batch would not fit
@@ -48,6 +51,7 @@ def batch_tensors(streams: Streams, length: int, decay: float = 1.0) -> Batch:
         tensors[f"{name}_labels"] = streams.labels.flatten()[index].clamp(min=0)
     row = torch.arange(rows)[:, None] * width
     tensors["masks_twins"] = (row + streams.visibility.position.clamp(max=length - 1)).flatten()[tensors["masks_at"]]
+    tensors["masks_before"] = streams.tokens.flatten()[tensors["masks_twins"]]  # the text's token before the label
     return tensors
 
 
@@ -83,6 +87,7 @@ class Objective:
     flex: bool = False
     compiled: bool = False
     windows: tuple[int | None, ...] = (None,)  # sliding windows among the model's layers; None: a layer without one
+    adapter: GatedAdapter | None = None  # with it the masks alone are trained, and the clean stream is the base model
     _answer: Callable[..., Tensor] = field(init=False)
 
     @contextmanager
@@ -108,7 +113,9 @@ class Objective:
 
     def __call__(self, model: PreTrainedModel, batch: Batch) -> dict[str, Tensor]:
         hidden, head = self.hidden(model, batch), Head(model)
-        terms = self._ask("clean", ("clean", "base"), head, hidden, batch, self._base_teacher(batch))
+        terms = dict[str, Tensor]()
+        if self.adapter is None:
+            terms = self._ask("clean", ("clean", "base"), head, hidden, batch, self._base_teacher(batch))
         if len(batch["masks_at"]):
             teacher = (head, hidden.detach(), batch["masks_twins"]) if self.loss.distill else None
             terms |= self._ask("masks", ("labels", "distill"), head, hidden, batch, teacher)
@@ -121,24 +128,46 @@ class Objective:
         out: dict[str, list[Tensor]] = {"clean": [], "masks": [], "clean_loss": []}
         for stream in ("clean", "masks"):
             asked = (batch[f"{stream}_{name}"].split(CHUNK) for name in ("at", "labels"))
-            for at, labels in zip(*asked, strict=True):
+            before = batch["masks_before"].split(CHUNK) if stream == "masks" else repeat(None)
+            for at, labels, tokens in zip(*asked, before, strict=False):
                 logits = head(hidden[at])
+                if tokens is not None and self.adapter is not None and self.adapter.head is not None:
+                    logits = logits + self.adapter.head(tokens).float()
                 if stream == "clean":
                     out["clean_loss"].append(cross_entropy(logits, labels, reduction="none"))
-                logits[:, batch["mask_token"]] = -torch.inf
+                logits[:, batch["mask_token"] :][:, :1] = -torch.inf  # a gated adapter's mask token has no logit
                 out[stream].append(logits.argmax(-1))
         return {name: torch.cat(parts) if parts else hidden.new_zeros(0) for name, parts in out.items()}
 
     def hidden(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """(rows x width, size): the hidden states of both streams."""
         visibility = Visibility(*(batch[name] for name in Visibility._fields))
+        if self.adapter is None:
+            return self._states(model, batch, slice(None), visibility).flatten(0, 1)
+        clean, masks = slice(0, batch["length"]), slice(batch["length"], None)
+        states = CleanStates()
+        text = Visibility(*(each[:, clean] for each in visibility))
+        with torch.no_grad(), self.adapter.nowhere():
+            parts = [self._states(model, batch, clean, text, clean_states=states)]
+        states.complete = True
+        with self.adapter.everywhere():
+            parts.append(self._states(model, batch, masks, visibility, clean_states=states))
+        return torch.cat(parts, 1).flatten(0, 1)
+
+    def _states(
+        self, model: PreTrainedModel, batch: Batch, part: slice, keys: Visibility, **options: CleanStates
+    ) -> Tensor:
+        """The hidden states of a part of the width, which attends to ``keys``."""
+        queries = Visibility(*(batch[name][:, part] for name in Visibility._fields))
         out = model.base_model(
-            input_ids=batch["input_ids"],
-            position_ids=batch["position_ids"],
+            input_ids=batch["input_ids"][:, part],
+            position_ids=batch["position_ids"][:, part],
             use_cache=False,
-            stream_masks=stream_masks(visibility, self.windows, flex=self.flex),
+            stream_masks=stream_masks(queries, keys, self.windows, flex=self.flex),
+            **options,
         )
-        return out.last_hidden_state.flatten(0, 1)
+        states: Tensor = out.last_hidden_state
+        return states
 
     def _base_teacher(self, batch: Batch) -> Teacher | None:
         """The base model's hidden states of the clean stream."""
@@ -159,15 +188,28 @@ class Objective:
             chunk = slice(start, start + CHUNK)
             at, labels, weights = (batch[f"{stream}_{name}"][chunk] for name in ("at", "labels", "weights"))
             taught = (teacher[0], teacher[1][teacher[2][chunk]]) if teacher else (None, None)
-            total = total + checkpoint(self._answer, head, hidden[at], labels, weights, *taught, use_reentrant=False)
+            given = (head, hidden[at], labels, weights, *taught)
+            if stream == "masks" and self.adapter is not None and self.adapter.head is not None:
+                given = (*given, self.adapter.head, batch["masks_before"][chunk])
+            total = total + checkpoint(self._answer, *given, use_reentrant=False)
         return dict(zip(names, total, strict=False))
 
 
 def _answer(
-    head: Head, hidden: Tensor, labels: Tensor, weights: Tensor, teacher: Head | None, taught: Tensor | None
+    head: Head,
+    hidden: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    teacher: Head | None,
+    taught: Tensor | None,
+    markov: MarkovHead | None = None,
+    before: Tensor | None = None,
 ) -> Tensor:
     """The losses of one chunk, each a weighted sum. The teacher's logits exist for this chunk only."""
-    log_q = head(hidden).log_softmax(-1)
+    logits = head(hidden)
+    if markov is not None and before is not None:
+        logits = logits + markov(before).float()
+    log_q = logits.log_softmax(-1)
     losses = [-log_q.gather(1, labels[:, None])[:, 0]]
     if teacher is not None and taught is not None:
         with torch.no_grad():

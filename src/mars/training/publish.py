@@ -1,7 +1,7 @@
 """The published result of a training: a plain Hugging Face checkpoint with a model card, and the adapter."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 import mars
 from mars.integrations.transformers.bundle import ship
 from mars.models import Checkpoint, Settings, load_checkpoint
-from mars.models.loading import ADAPTER_FILE
+from mars.models.adapter_files import FOLDER
+from mars.models.loading import ADAPTER_FILE, source_folder
 from mars.models.saving import save_checkpoint
+from mars.training.gated import TRAINED, gated_adapter
 from mars.training.recipe import Recipe
 
 
@@ -29,12 +31,33 @@ def publish(
         if settings is not None:
             ship(unfinished)
 
+    if recipe.gated and settings is not None:
+        _publish_gated(recipe, settings, finished, folder, add_files)
+        return
     if (finished / ADAPTER_FILE).exists():
         adapter = _publish_adapter(finished, folder.with_name("adapter"), text)
         loaded = load_checkpoint(recipe.model, adapter=adapter, device="cpu", dtype=recipe.dtype)
     else:
         loaded = load_checkpoint(finished, device="cpu", dtype=recipe.dtype)
     save_checkpoint(Checkpoint(recipe.output.name, loaded.module, loaded.tokenizer, settings), folder, add_files)
+
+
+def _publish_gated(
+    recipe: Recipe, settings: Settings, finished: Path, folder: Path, add_files: Callable[[Path], None]
+) -> None:
+    """The base model's own files with the adapter beside them; and the adapter alone, which names its base."""
+    loaded = load_checkpoint(recipe.model, device="cpu", dtype="float32")
+    adapter = gated_adapter(recipe, loaded.module)
+    adapter.load_state_dict(load_file(finished / TRAINED))
+    checkpoint = Checkpoint(recipe.model, loaded.module, loaded.tokenizer, settings, adapter)
+    save_checkpoint(checkpoint, folder, add_files, source_folder(recipe.model))
+    alone = folder.with_name("adapter")
+    if not alone.exists():
+        unfinished = folder.with_name("adapter.tmp")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.copytree(folder / FOLDER, unfinished / FOLDER)
+        shutil.copyfile(folder / "README.md", unfinished / "README.md")
+        unfinished.rename(alone)
 
 
 def _publish_adapter(finished: Path, folder: Path, text: str) -> Path:

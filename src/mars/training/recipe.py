@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from mars.errors import MarsError
 from mars.method.acceptance import Dial
 
+GATED_OPTIONS = {"r", "lora_alpha", "target_modules"}  # of lora
 BlockSize = Annotated[int, Field(ge=2)]
 
 
@@ -65,7 +66,11 @@ class Recipe(Section):
     data: Data
     stages: list[Stage] = Field(min_length=1)
     lora: dict[str, Any] | None = None  # options of peft's LoraConfig; without it all weights are trained
-    adapter: Path | None = None
+    adapter: Literal["gated", "merged"] | None = None
+    """With ``lora``: ``gated``, the default, acts at mask positions alone and leaves the base model as it is;
+    ``merged``, the paper's form, is merged into the weights"""
+    markov_rank: int = Field(default=128, ge=0)  # of a gated adapter's Markov head; 0: none
+    from_adapter: Path | None = None
     """The folder of an adapter to start from, made with the same ``lora`` options on the same model"""
     dial: Annotated[str, AfterValidator(lambda text: str(Dial.parse(text)))] = "exact"
     """The dial that the finished checkpoint decodes with"""
@@ -76,9 +81,28 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _adapter_needs_lora(self) -> Self:
-        if self.adapter is not None and self.lora is None:
+        if self.from_adapter is not None and self.lora is None:
             raise ValueError("to go on from an adapter, say in lora how it was made")
+        if self.adapter is not None and self.lora is None:
+            raise ValueError(f"a {self.adapter} adapter needs lora; without it all weights are trained")
         return self
+
+    @model_validator(mode="after")
+    def _gated_trains_masks(self) -> Self:
+        for stage in self.stages if self.gated else ():
+            if stage.stage == "ar":
+                raise ValueError("a gated adapter leaves the base model as it is, so it has no ar stage")
+            for name in ("clean", "base"):
+                if name in stage.loss.model_fields_set and getattr(stage.loss, name):
+                    rule = "the clean stream of a gated adapter is the base model itself"
+                    raise ValueError(f"loss.{name} has no effect: {rule}; leave it out, or train adapter: merged")
+        if self.gated and (unknown := set(self.lora or ()) - GATED_OPTIONS):
+            raise ValueError(f"lora.{min(unknown)} is not an option of a gated adapter: use {sorted(GATED_OPTIONS)}")
+        return self
+
+    @property
+    def gated(self) -> bool:
+        return self.lora is not None and self.adapter != "merged"
 
     @property
     def block_size(self) -> int:

@@ -18,9 +18,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from mars.errors import MarsError
 from mars.models import Settings, load_checkpoint
+from mars.models.gated import GatedAdapter
 from mars.models.layout import store_by_rows
 from mars.models.loading import brings_adapter
 from mars.models.settings import choose_mask_token
+from mars.training.gated import ATTRIBUTE, gated_adapter, restore
 from mars.training.objective import Objective, examine
 from mars.training.packing import Collator
 from mars.training.prepare import Prepared, check_owner, prepare
@@ -42,6 +44,7 @@ class TrainingModel:
     tokenizer: PreTrainedTokenizerBase
     mask_token: int
     settings: Settings | None  # of the finished checkpoint; None where no mask is trained
+    adapter: GatedAdapter | None = None
 
 
 def train(recipe: Recipe) -> Path:
@@ -54,12 +57,12 @@ def train(recipe: Recipe) -> Path:
         check_owner(recipe)
         check_trainer_options(recipe)
         model = load_model(recipe)
-        if recipe.adapter is not None:
-            _restore(model.module, recipe.adapter)
+        if recipe.from_adapter is not None:
+            _restore(model, recipe.from_adapter)
         data = prepare(recipe, model.tokenizer)
     if state.is_main_process:
         print(data.report, file=sys.stderr)
-    before = recipe.adapter
+    before = recipe.from_adapter
     for number, stage in enumerate(recipe.stages, 1):
         folder = recipe.output / f"{number}-{stage.stage}"
         metrics = _run_stage(recipe, stage, folder, model if number == 1 else load_model(recipe), before, data)
@@ -81,6 +84,15 @@ def load_model(recipe: Recipe) -> TrainingModel:
         raise MarsError(f"data.length is {recipe.data.length}, but {recipe.model} holds {loaded.context} tokens")
     model, tokenizer = loaded.module, loaded.tokenizer
     store_by_rows(model)
+    if recipe.gated:
+        if loaded.settings is not None:
+            raise MarsError(f"{recipe.model} is a MARS model already: train a gated adapter on its base")
+        adapter = gated_adapter(recipe, model)
+        adapter.attach(model)
+        setattr(model, ATTRIBUTE, adapter)
+        mask = adapter.mask_token
+        made = Settings(mask, recipe.block_size, recipe.dial)
+        return TrainingModel(model, model, tokenizer, mask, made, adapter)
     mask = choose_mask_token(model, tokenizer) if loaded.settings is None else loaded.settings.mask_token_id
     settings = loaded.settings
     if recipe.trains_masks:
@@ -128,7 +140,8 @@ def _run_stage(
         metrics = trainer.evaluate()
         trainer.save_model(str(unfinished))
     if state.is_main_process:
-        model.language_model.generation_config.save_pretrained(unfinished)
+        if model.adapter is None:
+            model.language_model.generation_config.save_pretrained(unfinished)
         model.tokenizer.save_pretrained(unfinished)
         (unfinished / "metrics.json").write_text(json.dumps(metrics, indent=2))
         unfinished.rename(finished)
@@ -146,7 +159,7 @@ def stage_trainer(
     args = arguments(recipe, stage, folder, len(data.train.tokens))
     objective = _objective(recipe, stage, model, args.device)
     if before is not None:
-        _restore(model.module, before)
+        _restore(model, before)
     collator = Collator(
         pack=data.train,
         streams=stage.streams if stage.stage == "mars" else None,
@@ -157,7 +170,7 @@ def stage_trainer(
     )
     with objective.installed(model.language_model):
         try:
-            trainer = MarsTrainer(model.module, args, collator, data.held_out, recipe.block_size)
+            trainer = MarsTrainer(model.module, args, collator, data.held_out, recipe.block_size, model.adapter)
         except (ImportError, RuntimeError, ValueError) as error:
             raise MarsError(f"the trainer options of the recipe are not usable: {error}") from error
         yield trainer
@@ -178,12 +191,15 @@ def _objective(recipe: Recipe, stage: Stage, model: TrainingModel, device: torch
         with model.module.disable_adapter():  # type: ignore[operator]
             yield model.language_model
 
-    return Objective(stage.loss, base, flex=device.type == "cuda", compiled=recipe.compile)
+    return Objective(stage.loss, base, flex=device.type == "cuda", compiled=recipe.compile, adapter=model.adapter)
 
 
-def _restore(module: nn.Module, finished: Path) -> None:
+def _restore(model: TrainingModel, finished: Path) -> None:
     """Load the weights of a finished stage, or of an adapter, into the model."""
-    if hasattr(module, "peft_config"):
+    module = model.module
+    if model.adapter is not None:
+        restore(model.adapter, finished)
+    elif hasattr(module, "peft_config"):
         from peft import set_peft_model_state_dict
 
         try:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
@@ -15,7 +16,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from mars.errors import MarsError
 from mars.method.streams import Pack
 from mars.method.visibility import PADDING
+from mars.models.gated import GatedAdapter
 from mars.training.evaluation import evaluate
+from mars.training.gated import ATTRIBUTE, TRAINED
 from mars.training.packing import Collator, Schedule
 from mars.training.progress import Progress
 from mars.training.recipe import Recipe, Stage
@@ -97,7 +100,15 @@ def rows_per_step(args: TrainingArguments) -> int:
 class MarsTrainer(Trainer):
     """Trains one stage of a recipe. The model's ``forward`` must be an `Objective`."""
 
-    def __init__(self, model: nn.Module, args: TrainingArguments, collator: Collator, held_out: Pack, block_size: int):
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        collator: Collator,
+        held_out: Pack,
+        block_size: int,
+        adapter: GatedAdapter | None = None,
+    ) -> None:
         items = args.max_steps * rows_per_step(args)
         schedule = Schedule(len(collator.pack.tokens), items, args.seed)
         super().__init__(
@@ -110,6 +121,7 @@ class MarsTrainer(Trainer):
         self._collator = collator
         self._held_out = held_out
         self._block_size = block_size
+        self._adapter = adapter
         self._terms: dict[str, list[Tensor]] = defaultdict(list)
 
     def _get_train_sampler(self, *_: Any) -> SequentialSampler:
@@ -151,6 +163,25 @@ class MarsTrainer(Trainer):
     def _predict(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         with self.compute_loss_context_manager():
             return self.model_wrapped(predict=True, **self._prepare_inputs(batch))
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        """Of a model with a gated adapter, the adapter alone: the rest is not trained."""
+        if self._adapter is None:
+            super()._save(output_dir, state_dict)
+            return
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        prefix = f"{ATTRIBUTE}."
+        trained = {} if state_dict is None else {n: each for n, each in state_dict.items() if n.startswith(prefix)}
+        weights = {name.removeprefix(prefix): each for name, each in trained.items()} or self._adapter.state_dict()
+        save_file({name: each.contiguous().cpu() for name, each in weights.items()}, folder / TRAINED)
+        torch.save(self.args, folder / "training_args.bin")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self._adapter is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            self._adapter.load_state_dict(load_file(Path(resume_from_checkpoint) / TRAINED))
 
     def _save_checkpoint(self, model: PreTrainedModel, trial: Any) -> None:
         super()._save_checkpoint(model, trial)

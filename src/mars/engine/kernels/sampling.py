@@ -16,6 +16,7 @@ from torch import Tensor
 from mars.engine.device_state import DeviceState
 from mars.engine.step import BIASED, FLOATS, GRAMMAR, INTEGERS, LOGPROBS, StepInputs
 from mars.method.acceptance import MEASURES, TOP_LOGPROBS
+from mars.method.markov import MarkovHead
 
 READ = (  # what the kernel reads of a step's inputs
     *("measure", "options", "top_k", "seed", "min_position", "tolerance", "trust", "temperature", "top_p", "min_p"),
@@ -340,13 +341,23 @@ class KernelChoices:
     state: DeviceState
     ends: Tensor  # (vocabulary,): is it an end token?
     banned: int  # a token that is never sampled, or -1
+    head: MarkovHead | None = None
 
     def verify(self, rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        tokens, tolerated = self._choose(rows, at, None)
+        tokens, tolerated = self._choose(self.logits, rows, at, None)
         return tokens, tolerated[:, :-1]
 
-    def predict(self, rows: Tensor, at: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
-        return self._choose(rows, at, accepted)
+    def predict(self, rows: Tensor, at: Tensor, accepted: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        if self.head is None or not rows.shape[1]:
+            return self._choose(self.logits, rows, at, accepted)
+        found, here = list[tuple[Tensor, Tensor]](), torch.arange(len(rows), device=rows.device)[:, None]
+        for mask in range(rows.shape[1]):
+            before = self.head.before[token].to(self.logits.dtype)
+            logits = torch.addmm(self.logits[rows[:, mask]], before, self.head.after.T.to(self.logits.dtype))
+            found.append(self._choose(logits, here, at[:, mask : mask + 1], accepted))
+            token = found[-1][0][:, 0]
+        tokens, confident = (torch.cat(each, 1) for each in zip(*found, strict=True))
+        return tokens, confident
 
     def logprobs(self, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """What `mars.method.acceptance.logprobs` finds, for sequences that want it; others keep what was there."""
@@ -358,7 +369,7 @@ class KernelChoices:
         _logprobs[tuple(rows.shape)](*given, len(self.inputs), **constants, OPTIONS=INTEGERS.index("options"))
         return values, ids
 
-    def _choose(self, rows: Tensor, at: Tensor, accepted: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _choose(self, logits: Tensor, rows: Tensor, at: Tensor, accepted: Tensor | None) -> tuple[Tensor, Tensor]:
         tokens, passes = torch.empty_like(at), torch.empty_like(at, dtype=torch.bool)
         if not rows.numel():
             return tokens, passes
@@ -367,7 +378,7 @@ class KernelChoices:
         held = (state.bias, state.seen, state.counts, state.grammar, self.ends)
         where = (rows.contiguous(), at.contiguous(), self.drafts.contiguous(), rows if accepted is None else accepted)
         _choose[tuple(rows.shape)](
-            *(self.logits, *where, *told, *held, tokens, passes, self.banned, len(inputs)),
+            *(logits, *where, *told, *held, tokens, passes, self.banned, len(inputs)),
             COUNT=rows.shape[1],
             MOST_DRAFTS=self.drafts.shape[1],
             VERIFIES=accepted is None,

@@ -133,7 +133,7 @@ def _decide(
     logits = output.logits[0, -window.width :].to(text.device)
     made = SamplingTensors.of([method.sampling], logits.shape[1], method.mask, text.device)
     sampling = TorchSampling(**{name: getattr(made, name) for name in SamplingTensors.__slots__}, noise=noise)
-    history = {}
+    history = dict[str, Any]()
     if method.sampling.penalises:
         seen = torch.zeros(1, logits.shape[1], dtype=torch.bool, device=text.device)
         seen[0, text] = True
