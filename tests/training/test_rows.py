@@ -119,7 +119,7 @@ def test_bad_rows(row: dict[str, Any], reason: str) -> None:
         ({"messages": [USER, ASSISTANT, {"role": "tool", "content": "4"}]}, [USER]),
         ({"conversations": [said("human", "Hi"), said("gpt", "Hello.")]}, [USER]),
         ({"prompt": "Hi"}, [USER]),
-        ({"prompt": [SYSTEM, USER, ASSISTANT, MORE]}, [SYSTEM, USER]),
+        ({"prompt": [SYSTEM, USER, ASSISTANT, MORE]}, [SYSTEM, USER, ASSISTANT, MORE]),
         ({"prompt": "Hi", "completion": "Hello."}, [USER]),
         ({"question": "Hi", "answer": "Hello."}, [USER]),
         ({"instruction": "Add.", "input": "1, 2"}, [{"role": "user", "content": "Add.\n\n1, 2"}]),

@@ -42,7 +42,7 @@ def save_checkpoint(
                 if path.is_file() and path.name not in NOT_COPIED:
                     shutil.copyfile(path, unfinished / path.name)
         if gated is not None and settings is not None:
-            base = {"name": checkpoint.name}
+            base = {"name": checkpoint.name, "revision": getattr(checkpoint.module.config, "_commit_hash", None)}
             write_adapter(gated, checkpoint.module, asdict(settings), base, unfinished / FOLDER)
         if add_files is not None:
             add_files(unfinished)

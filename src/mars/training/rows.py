@@ -5,6 +5,7 @@ import importlib
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, takewhile
 from pathlib import Path
@@ -43,14 +44,20 @@ def to_messages(row: Mapping[str, Any]) -> Chat:
 
 
 def to_prompt(row: Mapping[str, Any]) -> Chat:
-    """The opening of the chat in a row: all up to the user's last turn before the first answer."""
+    """What a model is to answer: a whole chat that ends with the user's turn, else its opening.
+
+    The opening is all up to the user's last turn before the first answer.
+    """
     turns = row.get("turns")  # Spec-Bench: what the user says, turn by turn
-    asked = _turns({"prompt": turns[0]} if isinstance(turns, list) and turns else row)
-    opening = list(takewhile(lambda message: message["role"] != "assistant", asked))
+    asked = {"prompt": turns[0]} if isinstance(turns, list) and turns else row
+    opening = list(takewhile(lambda message: message["role"] != "assistant", _turns(asked)))
     while opening and opening[-1]["role"] != "user":
         opening.pop()
     if not opening:
         raise MarsError("there is no user turn before the first answer")
+    with suppress(MarsError):  # turns behind the opening may be of kinds that we do not know
+        whole = list(_turns(asked))
+        return whole if whole[-1]["role"] == "user" else opening
     return opening
 
 
