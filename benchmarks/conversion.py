@@ -4,6 +4,7 @@
 
 Prompts are JSON lines in a format of `mars distill`; results are grouped by ``category``. Decoding is greedy.
 ``--texts`` names chats that were not trained on: base and model compute the loss of the answers in them.
+``--generate`` also writes the base's answers by transformers' own ``generate`` and counts which dials write the same.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ import torch
 
 import mars
 from mars.core.output import RequestOutput
+from mars.evaluation.peers import open_peer
 from mars.evaluation.provenance import collect
 from mars.models import Checkpoint
 from mars.models.attention import own_attention
 from mars.training.rows import read_rows, to_prompt
 
+BATCH = 96  # prompts that transformers' generate gets at once
 DIALS = (
     "one-token",
     "exact chain",
@@ -103,6 +106,19 @@ def drift(base: mars.Model, model: mars.Model, prompts: Sequence[Any], theirs: A
     }
 
 
+def generated(base: mars.Model, prompts: Sequence[Any], max_new_tokens: int) -> list[list[int]]:
+    """The base's greedy answers as transformers' ``generate`` writes them, prompts of like length together."""
+    tokens = [base.checkpoint.encode(prompt) for prompt in prompts]
+    order = sorted(range(len(tokens)), key=lambda index: len(tokens[index]))
+    answers: dict[int, list[int]] = {}
+    with open_peer("transformers", base.checkpoint, None, BATCH, max(map(len, tokens)) + max_new_tokens) as peer:
+        for start in range(0, len(order), BATCH):
+            some = order[start : start + BATCH]
+            found = peer.decode([tokens[index] for index in some], max_new_tokens).answers
+            answers |= {index: answer.token_ids for index, answer in zip(some, found, strict=True)}
+    return [answers[index] for index in range(len(tokens))]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base", help="the model before training, for the drift")
@@ -111,6 +127,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--texts", help="chats for the loss of base and model")
     parser.add_argument("--dials", nargs="+", default=list(DIALS), help='a dial, and a window behind it: "exact tree"')
+    parser.add_argument("--generate", action="store_true", help="compare with transformers' generate of the base")
     parser.add_argument("--block-size", type=int)
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--batch", type=int, default=480)
@@ -138,8 +155,14 @@ def main() -> None:
         ) / len(plain)
         record["dials"][name] = {"all": whole} | {category: summary(each) for category, each in groups.items()}
         print(name, {key: round(value, 4) for key, value in whole.items()}, flush=True)
-    if options.base and "one-token" in answers:
-        base = mars.load(options.base, dtype=options.dtype)
+    base = mars.load(options.base, dtype=options.dtype) if options.base else None
+    if base is not None and options.generate:
+        expected = generated(base, prompts, options.max_new_tokens)
+        for name, found in answers.items():
+            same = sum(each.token_ids == tokens for each, tokens in zip(found, expected, strict=True))
+            record["dials"][name]["all"]["same_as_generate"] = same / len(expected)
+            print(name, f"{same} of {len(expected)} as the base's generate", flush=True)
+    if base is not None and "one-token" in answers:
         theirs = decode(base, prompts, options.batch, dial="one-token", max_new_tokens=options.max_new_tokens)
         record["drift"] = drift(base, model, prompts, theirs, answers["one-token"])
         if options.texts:
