@@ -45,7 +45,7 @@ def model_of(family: str = "llama") -> PreTrainedModel:
 
 
 def logits_of(model: PreTrainedModel, streams: Streams, *, flex: bool = False) -> Tensor:
-    masks = stream_masks(streams.visibility, examine(model), flex=flex)
+    masks = stream_masks(streams.visibility, streams.visibility, examine(model), flex=flex)
     inputs = {"input_ids": streams.tokens, "position_ids": streams.positions, "use_cache": False}
     with torch.no_grad():
         return model(**inputs, stream_masks=masks).logits
@@ -121,7 +121,7 @@ def test_a_head_we_do_not_know_is_refused() -> None:
 def plain_terms(model: PreTrainedModel, base: PreTrainedModel, streams: Streams) -> dict[str, Tensor]:
     """The losses by their definition: whole logits, one row after the other."""
     rows = len(streams.tokens)
-    masks = stream_masks(streams.visibility, (None,), flex=False)
+    masks = stream_masks(streams.visibility, streams.visibility, (None,), flex=False)
     inputs = {"input_ids": streams.tokens, "position_ids": streams.positions, "use_cache": False, "stream_masks": masks}
     log_q = model.lm_head(model.model(**inputs).last_hidden_state).log_softmax(-1)
     log_base = base.lm_head(base.model(**inputs).last_hidden_state).log_softmax(-1).detach()
