@@ -100,6 +100,7 @@ def test_the_finished_checkpoint_is_a_plain_one(whole_run: Path) -> None:
     assert torch.equal(plain[:, : exact.shape[1]], exact)
     card = (folder / "README.md").read_text()
     assert "tokens per forward chain" in card
+    assert "the weights are not those of" in card and "bit for bit" not in card
     assert "learning_rate: 0.005" in card
 
 
@@ -209,6 +210,9 @@ def test_a_gated_checkpoint_has_the_files_of_its_base(gated_run: Path, chat_mode
     for path in chat_model.iterdir():
         assert (folder / path.name).read_bytes() == path.read_bytes(), path.name
     assert not list((gated_run / "1-mars" / "finished").glob("model*")), "of a stage, the adapter alone is kept"
+    card = (folder / "README.md").read_text()
+    assert "A gated adapter" in card and "bit for bit" in card and "mars/config.json" in card
+    assert card == (gated_run / "adapter" / "README.md").read_text()
 
 
 def test_a_gated_adapter_loads_with_its_base_and_alone(gated_run: Path, chat_model: Path) -> None:
