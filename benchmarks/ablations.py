@@ -6,6 +6,7 @@ A variation is a name and what it changes in the recipe's last stage and its ada
 
     labels only: {loss: {labels: 1.0, distill: 0.0}}
     rank 64: {lora: {r: 64}, trainer: {learning_rate: 1.0e-3}}
+    no Markov head: {markov_rank: 0}
 
 ``rows`` limits how many packed rows there are to train on.
 """
@@ -38,6 +39,7 @@ def vary(recipe: Recipe, change: dict[str, Any]) -> Recipe:
         stage[section] |= change.get(section, {})
     if "lora" in change:
         content["lora"] = None if change["lora"] is None else (content["lora"] or {}) | change["lora"]
+    content |= {name: change[name] for name in ("adapter", "markov_rank") if name in change}
     return parse_recipe(content | {"stages": [stage]})
 
 

@@ -1,6 +1,10 @@
 """Clean tokens per second and peak memory of the MARS stage against the AR stage of the same trainer, in one run.
 
 python benchmarks/training_speed.py --model smollm2-135m-base --out speed.json
+python benchmarks/training_speed.py --model smollm2-135m-base --lora 128 --out gated.json
+
+A gated adapter has no AR stage. It is compared with the AR stage of a merged adapter of its rank (``time_ratio``,
+``memory_ratio``) and with that of all weights (``full_time_ratio``, ``full_memory_ratio``).
 """
 
 from __future__ import annotations
@@ -50,6 +54,33 @@ def synthetic(rows: int, length: int, vocabulary: int) -> Prepared:
     return Prepared(packed, type(packed)(*(each[:0] for each in packed)), "")
 
 
+def recipes(options: argparse.Namespace) -> list[Recipe]:
+    """Each with the stages that are measured of it."""
+    streams = {"block_size": options.block_size, "masked": options.masked}
+    ar, mars = {"stage": "ar"}, {"stage": "mars", "streams": streams}
+    lora: dict[str, Any] = {"lora": {"r": options.lora}}
+    parts: list[dict[str, Any]]
+    if not options.lora:
+        parts = [{"stages": [ar, mars]}]
+    elif options.adapter == "merged":
+        parts = [lora | {"adapter": "merged", "stages": [ar, mars]}]
+    else:
+        parts = [{"stages": [ar]}, lora | {"adapter": "merged", "stages": [ar]}, lora | {"stages": [mars]}]
+    shared = {
+        "model": options.model,
+        "output": "unused",
+        "data": {"train": ["unused"], "length": options.length},
+        "compile": not options.no_compile,
+        "trainer": {
+            "max_steps": options.steps,
+            "per_device_train_batch_size": options.rows,
+            "save_strategy": "no",
+            "logging_steps": 1000,
+        },
+    }
+    return [parse_recipe(shared | part) for part in parts]
+
+
 def measure(recipe: Recipe, warm_up: int) -> list[dict[str, Any]]:
     results = []
     for stage in recipe.stages:
@@ -67,6 +98,7 @@ def measure(recipe: Recipe, warm_up: int) -> list[dict[str, Any]]:
             {
                 "stage": stage.stage,
                 "lora": recipe.lora is not None,
+                "adapter": "gated" if recipe.gated else recipe.adapter,
                 "clean_tokens_per_second": tokens / (clock.end - clock.begin),
                 "ms_per_step": 1000 * (clock.end - clock.begin) / (trainer.args.max_steps - warm_up),
                 "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
@@ -74,6 +106,13 @@ def measure(recipe: Recipe, warm_up: int) -> list[dict[str, Any]]:
         )
         print(results[-1], flush=True)
     return results
+
+
+def ratios(ar: dict[str, Any], mars: dict[str, Any], prefix: str = "") -> dict[str, float | None]:
+    return {
+        f"{prefix}time_ratio": ar["clean_tokens_per_second"] / mars["clean_tokens_per_second"],
+        f"{prefix}memory_ratio": mars["peak_gib"] / ar["peak_gib"] if ar["peak_gib"] else None,
+    }
 
 
 def main() -> None:
@@ -86,32 +125,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warm-up", type=int, default=10)
     parser.add_argument("--lora", type=int, help="rank; without it all weights are trained")
+    parser.add_argument("--adapter", choices=["gated", "merged"], default="gated", help="what --lora trains")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    streams = {"block_size": options.block_size, "masked": options.masked}
-    recipe = parse_recipe(
-        {
-            "model": options.model,
-            "output": "unused",
-            "data": {"train": ["unused"], "length": options.length},
-            "compile": not options.no_compile,
-            "lora": {"r": options.lora} if options.lora else None,
-            "trainer": {
-                "max_steps": options.steps,
-                "per_device_train_batch_size": options.rows,
-                "save_strategy": "no",
-                "logging_steps": 1000,
-            },
-            "stages": [{"stage": "ar"}, {"stage": "mars", "streams": streams}],
-        }
-    )
-    results = measure(recipe, options.warm_up)
-    ar, mars = results
-    summary = {
-        "time_ratio": ar["clean_tokens_per_second"] / mars["clean_tokens_per_second"],
-        "memory_ratio": mars["peak_gib"] / ar["peak_gib"] if ar["peak_gib"] else None,
-    }
+    results = [result for recipe in recipes(options) for result in measure(recipe, options.warm_up)]
+    *full, ar, mars = results
+    summary = ratios(ar, mars)
+    for each in full:
+        summary |= ratios(each, mars, "full_")
     print(summary, flush=True)
     if options.out:
         record = {

@@ -42,7 +42,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 ModelOption = Annotated[str, Option("--model", help="Hub id, folder, .gguf file, or smollm2-135m (built in).")]
-AdapterOption = Annotated[str | None, Option("--adapter", help="Folder of a LoRA adapter to merge (peft).")]
+AdapterOption = Annotated[str | None, Option("--adapter", help="Gated adapter (folder or hub id), or peft's to merge.")]
 DialOption = Annotated[
     str | None,
     Option("--dial", help="one-token, exact, relaxed=0.3 or threshold=0.9; default: the model's own."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import random
 import sys
@@ -35,6 +36,7 @@ from mars.models.attention import own_attention
 from mars.models.saving import save_checkpoint
 from mars.reference import Decoder
 from tests.conftest import END, MASK, tiny_checkpoint, tiny_tokenizer
+from tests.models.test_gated import gated
 
 FAMILIES = ["llama", "qwen2", "gemma2", "mistral"]
 NEW_TOKENS = 18
@@ -79,15 +81,19 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
 
 
 def load(folder: Path, **options: Any) -> PreTrainedModel:
-    if folder.name == "gemma2":  # older versions of transformers leave out its softcap with their default attention
+    if folder.name.startswith(
+        "gemma2"
+    ):  # older versions of transformers leave out its softcap with their default attention
         options["attn_implementation"] = "eager"
     return AutoModelForCausalLM.from_pretrained(folder, dtype="float32", **options)
 
 
 def answer(model: PreTrainedModel, folder: Path, prompt: list[int], **options: Any) -> list[int]:
-    """The new tokens that the shipped file writes."""
+    """The new tokens that the shipped file writes. A model that was loaded with it is faster: it reads it once."""
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False} | options
-    out = model.generate(torch.tensor([prompt]), custom_generate=str(folder), trust_remote_code=True, **options)
+    if "generate" not in vars(model):
+        options |= {"custom_generate": str(folder), "trust_remote_code": True}
+    out = model.generate(torch.tensor([prompt]), **options)
     assert out[0, : len(prompt)].tolist() == prompt
     return out[0, len(prompt) :].tolist()
 
@@ -310,16 +316,16 @@ def test_a_checkpoint_without_settings_is_refused(tmp_path: Path) -> None:
 
 
 def test_it_runs_where_the_package_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "never-loaded-before"
-    checkpoint = tiny_checkpoint("llama")
-    save_checkpoint(checkpoint, folder)
-    ship(folder)
-    expected = mars.Model(checkpoint).generate([1, 2, 3], dial="exact", max_new_tokens=NEW_TOKENS).token_ids
+    folders = [tmp_path / "never-loaded-before", tmp_path / "nor-this-one"]
+    checkpoints = [tiny_checkpoint("llama"), gated("llama")]
+    for folder, checkpoint in zip(folders, checkpoints, strict=True):
+        save_checkpoint(checkpoint, folder, ship)
+    expected = [mars.Model(each).generate([1, 2, 3], max_new_tokens=NEW_TOKENS).token_ids for each in checkpoints]
     for name in [name for name in sys.modules if name.partition(".")[0] == "mars"]:
         monkeypatch.setitem(sys.modules, name, None)  # makes every import of it fail
     with pytest.raises(ImportError):
         importlib.import_module("mars.method.acceptance")
-    assert answer(load(folder), folder, [1, 2, 3], dial="exact") == expected
+    assert [answer(load(folder), folder, [1, 2, 3], dial="exact") for folder in folders] == expected
 
 
 def test_the_built_in_model(smollm: mars.Model, shipped) -> None:
@@ -343,6 +349,169 @@ def test_the_built_in_model(smollm: mars.Model, shipped) -> None:
         expected = plain(model, prompt, **bare | sampled)
         torch.manual_seed(3)
         assert answer(model, folder, prompt, dial="one-token", **call | sampled) == expected
+
+
+# Gated adapters: the folder has the base model's files, and its generation config says nothing of MARS.
+
+
+@pytest.fixture(scope="module")
+def with_adapter(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    home = tmp_path_factory.mktemp("gated")
+
+    @cache
+    def build(family: str) -> Path:
+        save_checkpoint(drafting(family), home / family, ship)
+        return home / family
+
+    return build
+
+
+def drafting(family: str) -> Checkpoint:
+    """Its Markov head drafts what follows the last token alone. In the model ``perfect`` that is all that counts."""
+    checkpoint = gated("llama" if family == "perfect" else family, markov=12)
+    module, adapter, head = checkpoint.module, checkpoint.adapter, checkpoint.head
+    assert adapter is not None and head is not None
+    with torch.no_grad(), adapter.nowhere():
+        for layer in module.model.layers if family == "perfect" else ():
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        head.before.copy_(torch.eye(12))
+        head.after.copy_(100 * module(torch.arange(12)[:, None]).logits[:, 0].T)
+    return checkpoint
+
+
+def base(model: PreTrainedModel, prompt: list[int], **options: Any) -> list[int]:
+    """The new tokens of transformers and the base model alone: no token is suppressed."""
+    return plain(model, prompt, suppress_tokens=None, **options)
+
+
+def traces(model: PreTrainedModel) -> list[Any]:
+    """Modules, bits of the weights, and hooks."""
+    hooks = [(len(each._forward_hooks), len(each._forward_pre_hooks)) for each in model.modules()]
+    return [*hooks, *((name, each.clone()) for name, each in model.state_dict().items())]
+
+
+def same(before: list[Any], after: list[Any]) -> bool:
+    return len(before) == len(after) and all(
+        one[0] == other[0] and (torch.equal(one[1], other[1]) if isinstance(one[1], Tensor) else one == other)
+        for one, other in zip(before, after, strict=True)
+    )
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "perfect"])
+def test_exact_with_a_gated_adapter_is_the_base_model(family: str, with_adapter) -> None:
+    folder = with_adapter(family)
+    model = load(folder, trust_remote_code=True)
+    before, tokens, forwards = traces(model), 0, 0
+    assert not hasattr(model.generation_config, "mars")
+    for prompt in prompts():
+        expected = base(model, prompt)
+        assert answer(model, folder, prompt, dial="one-token") == expected
+        assert model.mars_statistics["tokens_per_forward"] == 1
+        assert answer(model, folder, prompt) == expected, "exact is the adapter's own dial"
+        tokens, forwards = tokens + len(expected), forwards + model.mars_statistics["forwards"]
+    assert tokens / forwards > (2.5 if family == "perfect" else 1), "no draft was ever accepted: a weak test"
+    assert same(before, traces(model))
+
+
+@pytest.mark.parametrize("dial", ["relaxed=0.2", "threshold=0", "threshold=0.7"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_dial_with_a_gated_adapter_is_the_packages_own(family: str, dial: str, with_adapter) -> None:
+    folder = with_adapter(family)
+    model, own = load(folder, trust_remote_code=True), mars.load(folder, device="cpu", dtype="float32")
+    for prompt, expected in zip(prompts(), own.generate(prompts(), dial=dial, max_new_tokens=NEW_TOKENS), strict=True):
+        assert answer(model, folder, prompt, dial=dial) == expected.token_ids
+        assert model.mars_statistics["forwards"] == expected.forwards
+
+
+def test_a_trusted_gated_checkpoint_generates_by_itself(with_adapter) -> None:
+    folder = with_adapter("perfect")
+    model, prompt, listener = load(folder, trust_remote_code=True), [3, 1], Listener()
+    options = {"max_new_tokens": NEW_TOKENS, "eos_token_id": None}
+    expected = base(load(folder), prompt, **options)
+    out = model.generate(torch.tensor([prompt]), dial="exact", streamer=listener, **options)
+    assert out[0].tolist() == prompt + expected
+    assert model.mars_statistics["tokens_per_forward"] == 3, "1, 4, 4, 4, 4, 1"
+    assert len(listener.heard) - 1 == model.mars_statistics["forwards"]
+    assert base(model, prompt, **options) == expected, "transformers' own is still there"
+
+
+@pytest.mark.parametrize("family", ["llama", "perfect"])
+def test_sampling_with_a_gated_adapter_repeats_with_a_seed(family: str, with_adapter) -> None:
+    """The tokens are the base model's: torch gives every position the same noise as in transformers' own sampling."""
+    folder = with_adapter(family)
+    model, written = load(folder, trust_remote_code=True), list[list[int]]()
+    options = {"do_sample": True, "temperature": 1.5, "eos_token_id": None}
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        written.append(answer(model, folder, [1, 2], **options))
+        assert model.mars_statistics["tokens_per_forward"] > 1
+        torch.manual_seed(seed)
+        assert base(model, [1, 2], **options) == written[-1]
+    assert written[0] == written[1] != written[2]
+
+
+def test_a_base_from_elsewhere_names_the_adapter(with_adapter, tmp_path: Path) -> None:
+    folder, alone, elsewhere = with_adapter("llama"), tmp_path / "adapter", tmp_path / "base"
+    adapted = load(folder)
+    adapted.save_pretrained(elsewhere)
+    (alone / "mars").mkdir(parents=True)
+    for file in (folder / "mars").iterdir():
+        (alone / "mars" / file.name).write_bytes(file.read_bytes())
+    model = load(elsewhere)
+    with pytest.raises(ValueError, match=r"no MARS settings.*adapter"):
+        answer(model, folder, [1, 2])
+    for name in (str(alone), alone / "mars", str(folder)):
+        assert answer(model, folder, [1, 2], adapter=name, dial="threshold=0") == answer(
+            adapted, folder, [1, 2], dial="threshold=0"
+        )
+    with pytest.raises(ValueError, match="no gated adapter in"):
+        answer(model, folder, [1, 2], adapter=str(elsewhere))
+    with pytest.raises(ValueError, match="the weights of this one are others"):
+        answer(load(with_adapter("qwen2")), folder, [1, 2], adapter=str(alone))
+
+
+def test_the_adapter_is_read_once_and_kept_as_long_as_its_model(tmp_path: Path) -> None:
+    save_checkpoint(gated("llama"), tmp_path / "model", ship)
+    folder = tmp_path / "model"
+    model = load(folder, trust_remote_code=True)
+    expected = model.generate(torch.tensor([[1, 2]]), dial="threshold=0", max_new_tokens=9)
+    (folder / "mars" / "adapter.safetensors").unlink()
+    assert model.generate(torch.tensor([[1, 2]]), dial="threshold=0", max_new_tokens=9).equal(expected)
+    kept = model.generate.func.__wrapped__.__globals__["_ADAPTERS"]
+    assert model in kept
+    count = len(kept)
+    del model
+    gc.collect()
+    assert len(kept) == count - 1
+    with pytest.raises(ValueError, match="no MARS settings"):
+        load(folder, trust_remote_code=True).generate(torch.tensor([[1, 2]]))
+
+
+def test_the_adapter_follows_the_dtype_of_its_model(with_adapter) -> None:
+    folder = with_adapter("llama")
+    model = load(folder)
+    answer(model, folder, [1, 2])
+    model.bfloat16()
+    assert answer(model, folder, [1, 2]) == base(model, [1, 2])
+
+
+def test_an_exception_leaves_the_model_as_it_was(with_adapter) -> None:
+    class Broken(Listener):
+        def put(self, value: Tensor) -> None:
+            super().put(value)
+            if len(self.heard) > 2:
+                raise OSError("the pipe is closed")
+
+    folder = with_adapter("llama")
+    model = load(folder)
+    before, expected = traces(model), base(model, [1, 2])
+    with pytest.raises(OSError, match="pipe"):
+        answer(model, folder, [1, 2], streamer=Broken())
+    with pytest.raises(ValueError, match="unknown dial"):
+        answer(model, folder, [1, 2], dial="fast")
+    assert same(before, traces(model))
+    assert base(model, [1, 2]) == expected
 
 
 # Sampling: a vocabulary so small that the distribution of whole answers can be known.

@@ -20,7 +20,7 @@ LENGTH = 200
 
 
 def random_pack(rows: int = 3) -> Pack:
-    generator = torch.TextGenerator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(10, (rows, LENGTH), generator=generator)
     documents = (torch.arange(LENGTH) // 67).expand(rows, -1).clone()
     documents[:, -9:] = -1
@@ -36,7 +36,7 @@ def loss_and_gradient(family: str, **options: bool) -> tuple[dict[str, float], t
         for parameter in base.parameters():
             parameter.mul_(0.9)
     pack = random_pack()
-    streams = lay_out(pack, random_anchors(pack, 40, torch.TextGenerator().manual_seed(2)), 3, MASK, 128)
+    streams = lay_out(pack, random_anchors(pack, 40, torch.Generator().manual_seed(2)), 3, MASK, 128)
     batch = {
         name: value.cuda() if isinstance(value, torch.Tensor) else value
         for name, value in batch_tensors(streams, LENGTH).items()

@@ -47,12 +47,36 @@ def test_the_papers_recipe_is_the_papers_setting() -> None:
         ({"stages": [{"stage": "mars", "streams": {"block_size": 1}}]}, "block_size"),
         ({"stages": [{"stage": "mars", "streams": {"block_size": []}}]}, "block_size"),
         ({"dial": "faster"}, "dial"),
+        ({"adapter": "gated"}, "a gated adapter needs lora"),
+        ({"adapter": "merged"}, "a merged adapter needs lora"),
+        ({"adapter": "runs/before/adapter", "lora": {}}, "adapter"),
+        ({"from_adapter": "runs/before/adapter"}, "say in lora how it was made"),
+        ({"lora": {}, "stages": [{"stage": "ar"}, {"stage": "mars"}]}, "it has no ar stage"),
+        ({"lora": {}, "stages": [{"stage": "mars", "loss": {"clean": 1.0}}]}, "loss.clean has no effect"),
+        ({"lora": {}, "stages": [{"stage": "mars", "loss": {"base": 0.5}}]}, "loss.base has no effect"),
+        ({"lora": {"lora_dropout": 0.1}}, "lora.lora_dropout is not an option of a gated adapter"),
+        ({"markov_rank": -1}, "markov_rank"),
     ],
 )
 def test_a_mistake_is_named(change: dict[str, object], message: str) -> None:
     with pytest.raises(MarsError, match=message) as caught:
         parse_recipe(SMALL | change)
     assert "\n" not in str(caught.value)
+
+
+def test_lora_is_a_gated_adapter_unless_it_is_to_be_merged() -> None:
+    both = [{"stage": "ar"}, {"stage": "mars", "loss": {"clean": 0.5, "base": 0.5}}]
+    assert not parse_recipe(SMALL).gated
+    assert parse_recipe(SMALL | {"lora": {"r": 8}}).gated
+    merged = parse_recipe(SMALL | {"lora": {"r": 8, "lora_dropout": 0.1}, "adapter": "merged", "stages": both})
+    assert not merged.gated
+    assert merged.stages[1].loss.base == 0.5
+
+
+@pytest.mark.parametrize("change", [{}, {"lora": {}}, {"lora": {}, "adapter": "merged"}])
+def test_what_is_written_can_be_read_again(change: dict[str, object]) -> None:
+    recipe = parse_recipe(SMALL | change)
+    assert parse_recipe(recipe.model_dump(mode="json")) == recipe
 
 
 def test_a_file_that_is_no_recipe_is_named(tmp_path: Path) -> None:

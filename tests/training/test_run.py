@@ -21,12 +21,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import mars
 from mars import cli
 from mars.errors import MarsError
+from mars.models.adapter_files import dequantised
+from mars.training.gated import TRAINED
 from mars.training.recipe import Recipe
 from mars.training.run import train
 from mars.training.trainer import COMPLETE, last_checkpoint
 from tests.training.conftest import small_recipe
 
 LORA = {"r": 8}
+MERGED: dict[str, Any] = {"lora": LORA, "adapter": "merged"}
+GATED: dict[str, Any] = {"lora": LORA, "markov_rank": 4}
 
 
 def write(recipe: Recipe, path: Path) -> Path:
@@ -38,8 +42,21 @@ def command(*arguments: object, launcher: tuple[str, ...] = ()) -> list[str]:
     return [sys.executable, "-m", *launcher, "mars", "train", *map(str, arguments)]
 
 
+def trained(output: Path) -> dict[str, torch.Tensor]:
+    """What was trained: all weights, or a gated adapter before it is rounded to 8 bits."""
+    return next((load_file(path) for path in sorted(output.glob(f"*/finished/{TRAINED}"))[::-1]), weights(output))
+
+
 def weights(output: Path) -> dict[str, torch.Tensor]:
     return load_file(output / "model" / "model.safetensors")
+
+
+def published(output: Path) -> dict[str, torch.Tensor]:
+    """The weights, or a gated adapter."""
+    if not (output / "model" / "mars").exists():
+        return weights(output)
+    stored = load_file(output / "model" / "mars" / "adapter.safetensors")
+    return {name: dequantised(stored, name) for name in stored if not name.endswith(".scale")}
 
 
 def metrics(output: Path, stage: str = "1-mars") -> dict[str, float]:
@@ -83,6 +100,7 @@ def test_the_finished_checkpoint_is_a_plain_one(whole_run: Path) -> None:
     assert torch.equal(plain[:, : exact.shape[1]], exact)
     card = (folder / "README.md").read_text()
     assert "tokens per forward chain" in card
+    assert "the weights are not those of" in card and "bit for bit" not in card
     assert "learning_rate: 0.005" in card
 
 
@@ -101,14 +119,16 @@ def test_another_recipe_does_not_go_on_with_this_ones_output(whole_run: Path, ch
         (whole_run / "aside").rename(whole_run / "model")
 
 
-@pytest.mark.parametrize("lora", [None, LORA])
+@pytest.mark.parametrize("kind", [{}, MERGED, GATED], ids=["weights", "merged", "gated"])
 def test_a_killed_run_goes_on_to_the_same_end(
-    lora: dict[str, Any] | None, chat_model: Path, chats: Path, tmp_path: Path
+    kind: dict[str, Any], chat_model: Path, chats: Path, tmp_path: Path
 ) -> None:
     """Killed in the second stage: the first is taken as it is, the second from its last complete checkpoint."""
     trainer = {"max_steps": 12, "save_steps": 4}
     stages = [{"stage": "ar", "trainer": trainer}, {"stage": "mars", "trainer": trainer, "loss": {"base": 0.1}}]
-    changes: dict[str, Any] = {"stages": stages, "lora": lora}
+    if kind is GATED:
+        stages = [{"stage": "mars", "trainer": trainer, "streams": {"block_size": size}} for size in (2, 4)]
+    changes = {"stages": stages, **kind}
     killed, whole = (small_recipe(chat_model, chats, tmp_path / name, **changes) for name in ("killed", "whole"))
     slow = dict(os.environ, OMP_NUM_THREADS="1")
     process = subprocess.Popen(
@@ -125,18 +145,21 @@ def test_a_killed_run_goes_on_to_the_same_end(
     train(killed)
     train(whole)
     assert metrics(killed.output, "2-mars") == pytest.approx(metrics(whole.output, "2-mars"), abs=1e-4)
-    ours = weights(killed.output)
-    for name, tensor in weights(whole.output).items():
+    ours, theirs = trained(killed.output), trained(whole.output)
+    for name, tensor in theirs.items():
         assert torch.allclose(tensor, ours[name], atol=1e-5), name
 
 
+@pytest.mark.parametrize("kind", [{}, GATED], ids=["weights", "gated"])
 @pytest.mark.parametrize("how", ["processes", "accumulation"])
-def test_the_same_step_in_parts_is_the_same_step(how: str, chat_model: Path, chats: Path, tmp_path: Path) -> None:
+def test_the_same_step_in_parts_is_the_same_step(
+    how: str, kind: dict[str, Any], chat_model: Path, chats: Path, tmp_path: Path
+) -> None:
     """Two processes, or two accumulation steps, of two rows each against one process with four rows."""
-    one = small_recipe(chat_model, chats, tmp_path / "one", trainer=trainer_options(4))
+    one = small_recipe(chat_model, chats, tmp_path / "one", trainer=trainer_options(4), **kind)
     train(one)
     if how == "processes":
-        parts = small_recipe(chat_model, chats, tmp_path / "parts", trainer=trainer_options(2))
+        parts = small_recipe(chat_model, chats, tmp_path / "parts", trainer=trainer_options(2), **kind)
         launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m")
         path = write(parts, tmp_path / "recipe.yaml")
         done = subprocess.run(
@@ -145,11 +168,11 @@ def test_the_same_step_in_parts_is_the_same_step(how: str, chat_model: Path, cha
         assert done.returncode == 0, done.stderr[-3000:]
     else:
         options = trainer_options(2) | {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}
-        parts = small_recipe(chat_model, chats, tmp_path / "parts", trainer=options)
+        parts = small_recipe(chat_model, chats, tmp_path / "parts", trainer=options, **kind)
         train(parts)
     assert metrics(parts.output) == pytest.approx(metrics(one.output), abs=1e-3)
-    ours = weights(parts.output)
-    for name, tensor in weights(one.output).items():
+    ours, theirs = trained(parts.output), trained(one.output)
+    for name, tensor in theirs.items():
         assert torch.allclose(tensor, ours[name], atol=1e-3), name
 
 
@@ -158,8 +181,8 @@ def trainer_options(rows: int) -> dict[str, Any]:
     return options | {"per_device_train_batch_size": rows, "optim": "sgd"}
 
 
-def test_an_adapter_is_published_beside_the_model(chat_model: Path, chats: Path, tmp_path: Path) -> None:
-    recipe = small_recipe(chat_model, chats, tmp_path / "run", lora=LORA)
+def test_a_merged_adapter_is_published_beside_the_model(chat_model: Path, chats: Path, tmp_path: Path) -> None:
+    recipe = small_recipe(chat_model, chats, tmp_path / "run", **MERGED)
     train(recipe)
     merged, adapted = mars.load(recipe.output / "model"), mars.load(recipe.output / "adapter")
     assert adapted.settings == merged.settings
@@ -168,9 +191,57 @@ def test_an_adapter_is_published_beside_the_model(chat_model: Path, chats: Path,
     base = AutoModelForCausalLM.from_pretrained(chat_model)
     rows = merged.checkpoint.module.get_input_embeddings().weight - base.get_input_embeddings().weight
     mask = merged.checkpoint.mask_token_id
-    assert rows.abs().sum(1).nonzero().flatten().tolist() == [
-        mask
-    ]  # of the embedding, the mask's row alone was trained
+    changed = rows.abs().sum(1).nonzero().flatten().tolist()
+    assert changed == [mask], "of the embedding, the mask's row alone was trained"
+
+
+@pytest.fixture(scope="module")
+def gated_run(chat_model: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a gated adapter's training."""
+    output = tmp_path_factory.mktemp("runs") / "gated"
+    trainer = trainer_options(4) | {"max_steps": 150, "learning_rate": 1e-2, "optim": "adamw_torch"}
+    train(small_recipe(chat_model, chats, output, trainer=trainer, **GATED))
+    return output
+
+
+def test_a_gated_checkpoint_has_the_files_of_its_base(gated_run: Path, chat_model: Path) -> None:
+    folder, added = gated_run / "model", {"README.md", "mars", "custom_generate"}
+    assert {path.name for path in folder.iterdir()} == {path.name for path in chat_model.iterdir()} | added
+    for path in chat_model.iterdir():
+        assert (folder / path.name).read_bytes() == path.read_bytes(), path.name
+    assert not list((gated_run / "1-mars" / "finished").glob("model*")), "of a stage, the adapter alone is kept"
+    card = (folder / "README.md").read_text()
+    assert "A gated adapter" in card and "bit for bit" in card and "mars/config.json" in card
+    assert card == (gated_run / "adapter" / "README.md").read_text()
+
+
+def test_a_gated_adapter_loads_with_its_base_and_alone(gated_run: Path, chat_model: Path) -> None:
+    """Alone it names its base. All three ways draft the same, and `exact` writes what the base model writes."""
+    ways = [mars.load(gated_run / "model"), mars.load(gated_run / "adapter")]
+    ways.append(mars.load(chat_model, adapter=gated_run / "adapter"))
+    prompts = ["abcdef", "bdfhj", "cfi", "ghijab", "fhjbd"]
+    drafts = [[each.token_ids for each in model.generate(prompts, dial="threshold=0")] for model in ways]
+    assert drafts[0] == drafts[1] == drafts[2]
+    base = mars.load(chat_model).generate(prompts, max_new_tokens=30)
+    exact = ways[0].generate(prompts, max_new_tokens=30, window="tree")
+    assert [each.token_ids for each in exact] == [each.token_ids for each in base]
+    assert sum(each.num_tokens for each in exact) > sum(each.forwards for each in exact)
+
+
+def test_a_gated_adapter_learns_to_guess(gated_run: Path) -> None:
+    found = metrics(gated_run)
+    assert found["eval_mask_accuracy_2"] > 0.35
+    assert found["eval_tokens_per_forward_tree"] > found["eval_tokens_per_forward_chain"] > 1.25
+
+
+def test_a_gated_checkpoint_decodes_in_transformers(gated_run: Path) -> None:
+    folder = gated_run / "model"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    inputs = AutoTokenizer.from_pretrained(folder)("abc", return_tensors="pt")
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    plain = model.generate(**inputs, **options)
+    exact = model.generate(**inputs, **options, custom_generate=str(folder), trust_remote_code=True, dial="exact")
+    assert torch.equal(plain, exact)
 
 
 def test_the_papers_setting_trains(chat_model: Path, chats: Path, tmp_path: Path) -> None:
@@ -181,25 +252,36 @@ def test_the_papers_setting_trains(chat_model: Path, chats: Path, tmp_path: Path
     assert metrics(recipe.output)["eval_mask_accuracy_2"] > 0.3
 
 
-def test_training_goes_on_from_an_adapter(chat_model: Path, chats: Path, tmp_path: Path) -> None:
-    first = small_recipe(chat_model, chats, tmp_path / "first", lora=LORA)
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(MERGED, "cannot be gone on from"), (GATED, "was made with other options")],
+    ids=["merged", "gated"],
+)
+def test_training_goes_on_from_an_adapter(
+    kind: dict[str, Any], message: str, chat_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    first = small_recipe(chat_model, chats, tmp_path / "first", **kind)
     train(first)
     trainer = {"max_steps": 1, "learning_rate": 1e-9, "use_cpu": True}
-    changes: dict[str, Any] = {"adapter": str(first.output / "adapter"), "trainer": trainer}
-    second = small_recipe(chat_model, chats, tmp_path / "second", lora=LORA, **changes)
+    changes = kind | {"from_adapter": str(first.output / "adapter"), "trainer": trainer}
+    second = small_recipe(chat_model, chats, tmp_path / "second", **changes)
     train(second)
-    torch.testing.assert_close(weights(second.output), weights(first.output), rtol=0, atol=1e-6)
-    with pytest.raises(MarsError, match="cannot be gone on from"):
-        train(small_recipe(chat_model, chats, tmp_path / "other", lora={"r": 4}, **changes))
+    torch.testing.assert_close(published(second.output), published(first.output), rtol=0, atol=1e-6)
+    with pytest.raises(MarsError, match=message):
+        train(small_recipe(chat_model, chats, tmp_path / "other", **changes | {"lora": {"r": 4}}))
     assert not (tmp_path / "other").exists()
-    with pytest.raises(MarsError, match="say in lora how it was made"):
-        small_recipe(chat_model, chats, tmp_path / "none", **changes)
 
 
-def test_a_second_adapter_on_top_of_one_is_refused(chats: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [MERGED, GATED], ids=["merged", "gated"])
+def test_a_second_adapter_on_top_of_one_is_refused(kind: dict[str, Any], chats: Path, tmp_path: Path) -> None:
     """It could not be published: an adapter is for a plain model."""
     with pytest.raises(MarsError, match="brings an adapter"):
-        train(small_recipe(Path("smollm2-135m"), chats, tmp_path / "run", lora=LORA))
+        train(small_recipe(Path("smollm2-135m"), chats, tmp_path / "run", **kind))
+
+
+def test_a_gated_adapter_needs_a_base_that_mars_has_not_trained(whole_run: Path, chats: Path, tmp_path: Path) -> None:
+    with pytest.raises(MarsError, match="is a MARS model already"):
+        train(small_recipe(whole_run / "model", chats, tmp_path / "run", **GATED))
 
 
 def test_an_ar_stage_alone_makes_an_ordinary_model(chat_model: Path, chats: Path, tmp_path: Path) -> None:
@@ -212,8 +294,8 @@ def test_an_ar_stage_alone_makes_an_ordinary_model(chat_model: Path, chats: Path
 def test_dropout_and_numbers_that_yaml_takes_for_texts(chat_model: Path, chats: Path, tmp_path: Path) -> None:
     stages = [{"stage": "ar"}, {"stage": "mars", "streams": {"block_size": 2}}]
     trainer = {"max_steps": 2, "learning_rate": "1e-4", "use_cpu": True}
-    lora = LORA | {"lora_dropout": 0.1}
-    recipe = small_recipe(chat_model, chats, tmp_path / "run", stages=stages, trainer=trainer, lora=lora)
+    kind = MERGED | {"lora": LORA | {"lora_dropout": 0.1}}
+    recipe = small_recipe(chat_model, chats, tmp_path / "run", stages=stages, trainer=trainer, **kind)
     assert mars.load(train(recipe)).settings.block_size == 2
     assert "training_args.bin" not in [path.name for path in (recipe.output / "adapter").iterdir()]
 
@@ -285,8 +367,11 @@ def test_half_written_checkpoints_are_never_taken_for_whole_ones(tmp_path: Path)
         ({"trainer": {"load_best_model_at_end": True}}, "load_best_model_at_end"),
         ({"trainer": {"report_to": "tensorboard"}}, "[Tt]ensor[Bb]oard"),
         ({"lora": {"rank": 4}}, "rank"),
+        ({"lora": {"rank": 4}, "adapter": "merged"}, "rank"),
         ({"data": {"train": ["CHATS"], "length": 300}}, "data.length is 300"),
         ({"lora": {"target_modules": ["nothing"]}}, "nothing"),
+        ({"lora": {"target_modules": ["nothing"]}, "adapter": "merged"}, "nothing"),
+        ({"lora": {}, "from_adapter": "nowhere"}, "nowhere has no gated adapter"),
         ({"data": {"train": ["nowhere.jsonl"], "length": 64}}, "nowhere.jsonl"),
         ({"data": {"train": ["CHATS"], "length": 64, "held_out": 500}}, "no chat to train on"),
     ],

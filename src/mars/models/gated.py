@@ -98,7 +98,7 @@ class GatedAdapter(nn.Module):
         try:
             yield
         finally:
-            self._fixed = False
+            self._fixed = False  # ``where`` stays: gradient checkpointing computes layers again after the context
 
     def _begin(self, *_: Any) -> None:
         """Without token ids, as in a forward of embeddings, there are no masks."""

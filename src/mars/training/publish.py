@@ -88,6 +88,7 @@ def card(recipe: Recipe, settings: Settings | None, metrics: Mapping[str, float]
         name=name,
         base=base,
         settings=settings,
+        gated=recipe.gated,
         metrics=metrics,
         front=yaml.safe_dump(front, sort_keys=False),
         recipe=yaml.safe_dump(shown, sort_keys=False),

@@ -91,15 +91,21 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _gated_trains_masks(self) -> Self:
-        for stage in self.stages if self.gated else ():
+        if not self.gated:
+            return self
+        for stage in self.stages:
             if stage.stage == "ar":
                 raise ValueError("a gated adapter leaves the base model as it is, so it has no ar stage")
             for name in ("clean", "base"):
                 if name in stage.loss.model_fields_set and getattr(stage.loss, name):
                     rule = "the clean stream of a gated adapter is the base model itself"
                     raise ValueError(f"loss.{name} has no effect: {rule}; leave it out, or train adapter: merged")
-        if self.gated and (unknown := set(self.lora or ()) - GATED_OPTIONS):
-            raise ValueError(f"lora.{min(unknown)} is not an option of a gated adapter: use {sorted(GATED_OPTIONS)}")
+        if unknown := set(self.lora or ()) - GATED_OPTIONS:
+            names = ", ".join(sorted(GATED_OPTIONS))
+            raise ValueError(f"lora.{min(unknown)} is not an option of a gated adapter, which has {names}")
+        for number, stage in enumerate(self.stages):  # as a recipe that was written to a file can be read again
+            loss = stage.loss.model_copy(update={"clean": 0.0})
+            self.stages[number] = stage.model_copy(update={"loss": loss})
         return self
 
     @property

@@ -1,6 +1,6 @@
-"""Puts decoding into a checkpoint folder as one file, which needs torch and transformers but not this package.
+"""Puts decoding into a checkpoint folder as one file, which needs torch, transformers and safetensors only.
 
-The file is made of `custom_generate` and of whatever it uses of the method's modules.
+The file is made of `custom_generate` and of whatever it uses of the modules of the method and of gated adapters.
 """
 
 import ast
@@ -11,10 +11,11 @@ from types import ModuleType
 
 from mars import errors
 from mars.integrations.transformers import custom_generate
-from mars.method import acceptance, sampling, tensors, visibility, windows
+from mars.method import acceptance, markov, sampling, tensors, visibility, windows
+from mars.models import adapter_files, gated
 
 FILE = Path("custom_generate", "generate.py")  # where ``model.generate(custom_generate=folder)`` looks for it
-MODULES = (errors, tensors, visibility, windows, sampling, acceptance)
+MODULES = (errors, tensors, visibility, windows, sampling, markov, acceptance, gated, adapter_files)
 
 
 def ship(folder: Path) -> None:
@@ -38,7 +39,8 @@ def bundle() -> str:
                     raise RuntimeError(f"two of the bundled modules define {name}")
                 definitions[name] = source
     mine = {name for names, _ in _statements(custom_generate) for name in names}
-    wanted = [source for name, source in definitions.items() if name in _used(mine, definitions)]
+    used = _used(mine, definitions)
+    wanted = [source for name, source in definitions.items() if name in used]
     parts = [f'"""{docstring}"""', "from __future__ import annotations", "\n".join(imports), *dict.fromkeys(wanted)]
     return "\n\n\n".join(parts) + "\n"
 

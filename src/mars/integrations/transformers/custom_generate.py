@@ -1,4 +1,4 @@
-"""Decode several tokens per forward with a model trained by MARS. Needs torch and transformers, nothing else.
+"""Decode several tokens per forward with a model trained by MARS. Needs torch, transformers and safetensors only.
 
     folder = "…"  # of this checkpoint, or its name on the hub; a string, for transformers knows no other
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -8,7 +8,9 @@ or, if the model itself was loaded with ``trust_remote_code=True``, just ``model
 
 The model has learned to read mask tokens: given ``… x M M M``, its ordinary next-token logits at ``x`` and at the three
 masks predict the next four tokens. The first of the four is the prediction of the autoregressive (AR) model itself; the
-other three are drafts. The *dial* says what becomes of them:
+other three are drafts. The masks' part is in the weights, or in a gated adapter in the folder ``mars`` of the
+checkpoint, which acts at masks alone: then the AR model is the base model itself. It hooks into the model for the time
+of a call. The *dial* says what becomes of the drafts:
 
 ``one-token``    no masks: the AR model
 ``exact``        the next forward feeds the drafts, which tells what the AR model would have written in their place, and
@@ -23,8 +25,11 @@ model's own token behind the accepted ones, and, if all of them were accepted, t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -33,11 +38,15 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation import BaseStreamer
 
 from mars.method.acceptance import Decision, Dial, DialTensors, decide
+from mars.method.markov import MarkovHead
 from mars.method.sampling import SamplingParams, SamplingTensors, argmax
 from mars.method.windows import Window, build_windows
+from mars.models.adapter_files import find_adapter, read_adapter
+from mars.models.gated import GatedAdapter
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-SUPPORTED = {"mars", "dial", "max_new_tokens", "max_length", "eos_token_id", "pad_token_id", "do_sample", *SAMPLING}
+ENDING = ("max_new_tokens", "max_length", "eos_token_id", "pad_token_id")
+SUPPORTED = {"mars", "dial", "adapter", "do_sample", *ENDING, *SAMPLING}
 WITHOUT_EFFECT = {"bos_token_id", "use_cache", "trust_remote_code", "transformers_version", "_from_model_config"}
 OFF: dict[str, object] = {
     **dict.fromkeys(["num_beams", "num_beam_groups", "num_return_sequences", "length_penalty"], 1),
@@ -63,7 +72,8 @@ def generate(
 ) -> Tensor:
     """Prompts with their answers, (rows, longest), padded at the right like those of transformers' own ``generate``.
 
-    ``dial``: ``one-token``, ``exact``, ``relaxed=0.3`` or ``threshold=0.9``; by default the checkpoint's own. The other
+    ``dial``: ``one-token``, ``exact``, ``relaxed=0.3`` or ``threshold=0.9``; by default the checkpoint's own.
+    ``adapter``: the folder or hub id of a gated adapter, for a base model that was loaded from elsewhere. The other
     options are transformers', with its defaults: max_new_tokens, max_length, eos_token_id, pad_token_id, do_sample,
     temperature, top_k, top_p, min_p, repetition_penalty. Whatever else is switched on is refused.
 
@@ -71,19 +81,61 @@ def generate(
     ``tokens``, ``forwards`` and ``tokens_per_forward``, over all rows.
     """
     options = _options(model, generation_config, kwargs)
-    method = Method.of(options)
     ids = _prompts(inputs, input_ids)
     limit = _limit(options, ids.shape[1])
     ends = [] if options.get("eos_token_id") is None else torch.as_tensor(options["eos_token_id"]).flatten().tolist()
     padding = options.get("pad_token_id")
-    rows = [_decode(model, row, limit, ends, method) for row in _unpad(ids, attention_mask, padding, ends)]
-    if streamer is not None:
-        rows = [_streamed(ids, rows, streamer)]
-    runs = [list(row) for row in rows]
+    prompts = _unpad(ids, attention_mask, padding, ends)
+    with _adapted(model, options) as (settings, head):
+        method = Method.of(options, settings, head)
+        rows = [_decode(model, prompt, limit, ends, method) for prompt in prompts]
+        if streamer is not None:
+            rows = [_streamed(ids, rows, streamer)]
+        runs = [list(row) for row in rows]
     tokens, forwards = sum(len(run) for row in runs for run in row), sum(map(len, runs))
     model.mars_statistics = {"tokens": tokens, "forwards": forwards, "tokens_per_forward": tokens / forwards}
     filler = padding if padding is not None else ends[0] if ends else 0
     return torch.cat([ids, pad_sequence([torch.cat(row) for row in runs], True, filler)], 1)
+
+
+_ADAPTERS: WeakKeyDictionary[PreTrainedModel, tuple[object, dict[str, Any], GatedAdapter]] = WeakKeyDictionary()
+"""The adapter that a model was last called with, its config, and what it was read for"""
+
+
+@contextmanager
+def _adapted(model: PreTrainedModel, options: dict[str, Any]) -> Iterator[tuple[dict[str, Any], MarkovHead | None]]:
+    """The settings of the checkpoint, and its gated adapter in the model for the time of the context, if it has one."""
+    settings, named = options.get("mars"), options.get("adapter")
+    if isinstance(settings, dict) and named is None:
+        yield settings, None
+        return
+    settings, adapter = _gated_adapter(model, None if named is None else str(Path(named).expanduser()))
+    adapter.attach(model)
+    try:
+        yield settings, adapter.head
+    finally:
+        adapter.detach()
+
+
+def _gated_adapter(model: PreTrainedModel, named: str | None) -> tuple[dict[str, Any], GatedAdapter]:
+    """The config and the gated adapter by this name, by default the one beside the model's own files."""
+    name, revision = named or model.name_or_path, None if named else getattr(model.config, "_commit_hash", None)
+    like = model.get_input_embeddings().weight
+    wanted = (name, revision, like.device, like.dtype)
+    if model in _ADAPTERS and _ADAPTERS[model][0] == wanted:
+        return _ADAPTERS[model][1:]
+    files = find_adapter(name, revision) if name else None
+    if files is None and named:
+        raise ValueError(f"there is no gated adapter in {named}: it has no folder mars")
+    if files is None:
+        raise ValueError(
+            "this model has no MARS settings, neither under `mars` in generation_config.json nor in a folder mars "
+            f"beside its files ({name or 'which are unknown'}): pass the folder or hub id of an adapter as `adapter`"
+        )
+    adapter = read_adapter(files, model)
+    adapter.detach()
+    _ADAPTERS[model] = wanted, files.config, adapter
+    return files.config, adapter
 
 
 def _decode(model: PreTrainedModel, prompt: Tensor, limit: int, ends: list[int], method: Method) -> Iterator[Tensor]:
@@ -131,7 +183,8 @@ def _decide(
     fed = torch.cat([text[cache.get_seq_length() : -1], windows.tokens[0]])[None]
     output = model(input_ids=fed, past_key_values=cache, use_cache=True, logits_to_keep=window.width)
     logits = output.logits[0, -window.width :].to(text.device)
-    made = SamplingTensors.of([method.sampling], logits.shape[1], method.mask, text.device)
+    banned = method.mask if method.mask < logits.shape[1] else None  # a gated adapter's mask token has no logit
+    made = SamplingTensors.of([method.sampling], logits.shape[1], banned, text.device)
     sampling = TorchSampling(**{name: getattr(made, name) for name in SamplingTensors.__slots__}, noise=noise)
     history = dict[str, Any]()
     if method.sampling.penalises:
@@ -139,7 +192,8 @@ def _decide(
         seen[0, text] = True
         history = {"seen": seen, "counts": torch.zeros_like(seen, dtype=torch.float)}
     dials = DialTensors.of([method.dial], text.device)
-    return decide(windows, logits, dials, sampling, positions=one * len(text) - 1, emitted=one < 0, **history)
+    here = one * len(text) - 1
+    return decide(windows, logits, dials, sampling, positions=here, emitted=one < 0, head=method.head, **history)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,18 +224,19 @@ class Method:
     masks: int
     dial: Dial
     sampling: SamplingParams
+    head: MarkovHead | None
 
     @classmethod
-    def of(cls, options: dict[str, Any]) -> Method:
-        settings = options.get("mars")
-        if not isinstance(settings, dict) or not {"mask_token_id", "block_size"} <= settings.keys():
-            raise ValueError("this checkpoint has no MARS settings: they belong under `mars` in generation_config.json")
+    def of(cls, options: dict[str, Any], settings: dict[str, Any], head: MarkovHead | None) -> Method:
+        if not {"mask_token_id", "block_size"} <= settings.keys():
+            raise ValueError("the MARS settings of this checkpoint lack mask_token_id or block_size")
         dial = Dial.parse(str(options.get("dial") or settings.get("dial", "exact")))
         given = {name: options[name] for name in SAMPLING if options.get(name) is not None}
         sampling = SamplingParams(**{"temperature": 1.0} | given, seed=0)
         if not options.get("do_sample"):
             sampling = SamplingParams(repetition_penalty=sampling.repetition_penalty, seed=0)
-        return cls(settings["mask_token_id"], settings["block_size"] - 1 if dial.uses_masks else 0, dial, sampling)
+        masks = settings["block_size"] - 1 if dial.uses_masks else 0
+        return cls(settings["mask_token_id"], masks, dial, sampling, head)
 
 
 def _options(model: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any]) -> dict[str, Any]:
