@@ -106,6 +106,8 @@ class GatedAdapter(nn.Module):
             self.where = False
 
     def _look_at(self, _module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        if self._fixed and self.where is False:
+            return inputs
         is_mask = inputs[0] == self.mask_token
         if not self._fixed:
             self.where = is_mask[..., None] if is_mask.is_cuda or bool(is_mask.any()) else False
