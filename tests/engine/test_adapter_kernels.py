@@ -14,7 +14,7 @@ from mars.models.attention import own_attention
 from tests.conftest import gated_checkpoint
 
 pytest.importorskip("triton")
-from mars.engine.kernels.adapter import TILES, Tile, expand, inputs_at_once, two_sets
+from mars.engine.kernels.adapter import TILES, expand, inputs_at_once, two_sets
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CHAIN, TREE, MASKS_FIRST = Window.of(1, 4), Window.of(4, 4), Window(drafts=0, groups=1, masks=7)
@@ -43,9 +43,7 @@ def exact_products() -> None:
     ("window", "sequences", "outputs", "inputs"),
     [(CHAIN, 1, 40, 64), (CHAIN, 12, 33, 72), (TREE, 3, 64, 24), (MASKS_FIRST, 2, 17, 130)],
 )
-def test_two_sets(
-    window: Window, sequences: int, outputs: int, inputs: int, bias: bool, dtype: torch.dtype
-) -> None:
+def test_two_sets(window: Window, sequences: int, outputs: int, inputs: int, bias: bool, dtype: torch.dtype) -> None:
     x = normal(sequences * window.width, inputs, dtype=dtype)
     weights = normal(2, outputs, inputs, dtype=dtype)
     added = normal(outputs, dtype=dtype) if bias else None
@@ -77,9 +75,10 @@ def test_expand(window: Window, sequences: int, rank: int, sizes: list[int], dty
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_a_row_does_not_depend_on_the_number_of_others(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("outputs", [96, 1088])
+def test_a_row_does_not_depend_on_the_number_of_others(outputs: int, dtype: torch.dtype) -> None:
     """Nor on the window, whose masks are other rows then."""
-    outputs, inputs, counts = 96, 192, (2, 5, 9, 40) if DEVICE.type == "cuda" else (2, 9)
+    inputs, counts = 192, (1, 2, 4, 5, 8, 9, 16, 32, 40) if DEVICE.type == "cuda" else (2, 9)
     weights, added = normal(2, outputs, inputs, dtype=dtype), normal(outputs, dtype=dtype)
     x = normal(max(counts) * CHAIN.width, inputs, dtype=dtype)
     most = two_sets(x, weights, added, CHAIN)
@@ -99,9 +98,7 @@ def test_inputs_are_summed_at_so_many_at_once() -> None:
 
 @pytest.mark.parametrize("most_bytes", [0, 2**30], ids=["low rank", "two sets"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "phi3", "gpt_oss"])
-def test_prepared_models_compute_what_hooks_do(
-    family: str, most_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prepared_models_compute_what_hooks_do(family: str, most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a step feeds it: windows one behind the other. In steps without masks the bits are the base model's."""
     monkeypatch.setattr(compilation, "SECOND_SET_BYTES", most_bytes)
     checkpoint = gated_checkpoint(family)

@@ -18,14 +18,14 @@ from mars.method.windows import Window
 from mars.models.builtin import cache_home
 from mars.models.gated import GatedAdapter, LowRank
 
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+TOGETHER: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers that are given the same input, by the names that transformers uses"""
 MOST_VARIANTS = 256  # of a compiled function: one per window, kind of sampling and kind of layer
 
 
 SECOND_SET_BYTES = 2**30
-"""Largest weights, of all layers that an adapter changes, that get a second set. A second set needs no further kernels,
-of which a small model's step is full; but a step reads both sets, and the time of a large model's is that of reading."""
+"""Most weights that get a second set, of all layers that an adapter changes. It takes no more kernels than the base
+model has, and a small model's time is that of kernels; but steps read both sets, which is a large model's time."""
 
 
 class Joint(nn.Module):
@@ -143,7 +143,8 @@ Joints = Iterator[tuple[nn.Module, tuple[str, ...], Joint]]
 def _joints(model: nn.Module, adapter: GatedAdapter | None) -> Joints:
     """Layers that share an input, and those that a gated adapter changes."""
     changes = {model.get_submodule(name): adapter.change(name) for name in adapter.names} if adapter else {}
-    size = sum(layer.weight.nbytes for layer in changes)  # type: ignore[operator, misc]
+    scale = adapter.scale if adapter else 1.0
+    size = sum(layer.weight.nbytes for layer in changes)  # type: ignore[misc]
     gated = TwoSets if size <= SECOND_SET_BYTES else LowRankJoint
     for module in list(model.modules()):
         groups = [names for names in TOGETHER if _can_join([getattr(module, name, None) for name in names])]
@@ -153,8 +154,8 @@ def _joints(model: nn.Module, adapter: GatedAdapter | None) -> Joints:
         for names in groups:
             layers = [getattr(module, name) for name in names]
             found = [changes.get(each) for each in layers]
-            is_gated = adapter is not None and any(each is not None for each in found)
-            yield module, names, gated(layers, found, adapter.scale) if is_gated else Joint(layers)
+            is_gated = any(each is not None for each in found)
+            yield module, names, gated(layers, found, scale) if is_gated else Joint(layers)
 
 
 def _can_join(layers: Sequence[Any]) -> bool:

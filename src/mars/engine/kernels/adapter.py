@@ -46,7 +46,7 @@ TILES: tuple[tuple[int, int, Tile], ...] = (
     (1 << 30, 1024, Tile(32, 32, 4, 6)),
     (1 << 30, 1 << 30, Tile(64, 64, 4, 4)),
 )
-"""For `two_sets`: up to so many tokens of a kind and so many outputs. ``benchmarks/adapter_speed.py --tune`` finds them."""
+"""Of `two_sets`, for up to so many tokens of a kind and outputs; ``benchmarks/adapter_speed.py --tune`` finds them."""
 EXPANSION = Tile(16, 64, 4, 2)
 MOST_TOKENS = 64  # of a program of `expand`
 
@@ -63,7 +63,7 @@ def inputs_at_once(inputs: int, dtype: torch.dtype) -> int:
 
 @triton.jit
 def _rows(item, count, each, first, width):
-    """The rows of some tokens of one kind, of which a window has ``each`` from ``first`` on, and which of them exist."""
+    """Rows of tokens of one kind, of which a window has ``each`` from ``first`` on, and which of them exist."""
     real = item < count
     item = tl.where(real, item, 0)
     return (item // each * width + first + item % each).to(tl.int64), real
@@ -102,7 +102,7 @@ def _two_sets(
 
 
 def two_sets(x: Tensor, weights: Tensor, bias: Tensor | None, window: Window, tile: Tile | None = None) -> Tensor:
-    """(tokens, inputs) to (tokens, outputs) by ``weights`` (2, outputs, inputs): the first set, for masks the second."""
+    """(tokens, inputs) to (tokens, outputs) by ``weights`` (2, outputs, inputs): masks use the second set."""
     x = x.contiguous()
     outputs, inputs = weights.shape[1:]
     sequences, masks = len(x) // window.width, window.all_masks
@@ -132,7 +132,7 @@ def _expand(
     FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, RANK: tl.constexpr, EVEN: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Columns of ``y``: outputs of up to three layers, then the projections of each. A program has one layer's outputs."""
+    """Columns of ``y``: outputs of up to three layers, then projections of each. A program has one layer's outputs."""
     item = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     row, real = _rows(item, sequences * masks, masks, verified, verified + masks)
     tile = tl.program_id(1)
@@ -212,4 +212,3 @@ def low_rank_op(x: Tensor, weight: Tensor, b: Tensor, bias: Tensor | None, sizes
 @low_rank_op.register_fake
 def _(x: Tensor, weight: Tensor, b: Tensor, bias: Tensor | None, sizes: list[int]) -> Tensor:  # noqa: ARG001
     return x.new_empty(*x.shape[:-1], weight.shape[0])
-
