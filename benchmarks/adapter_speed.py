@@ -40,7 +40,7 @@ LENGTH = 512  # of texts that the cache has room for
 TURNS, REPEATS = 3, 50
 COLD_BYTES = 2**28  # of weights that a kernel is timed over, so that they come from memory as in a step
 SHARED_BYTES = 220_000  # that a program may use for its stages
-KINDS = (16, 32, 64, 128, 1 << 30)  # most tokens of a kind in a row of the table
+KINDS = (16, 32, 64, 1 << 30)  # most tokens of a kind in a row of the table
 WIDE = 1024  # outputs that still count as few
 
 

@@ -7,10 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from mars.engine import compilation
+from mars.core.request import Request
+from mars.engine import Engine, compilation, run
 from mars.engine.compilation import Compiled
+from mars.engine.step import StepInputs, StepOutputs
+from mars.method.acceptance import Dial
 from mars.method.windows import Window
 from mars.models.attention import own_attention
+from mars.reference import Decoder
 from tests.conftest import gated_checkpoint
 
 pytest.importorskip("triton")
@@ -119,3 +123,27 @@ def test_prepared_models_compute_what_hooks_do(family: str, most_bytes: int, mon
         torch.testing.assert_close(logits(text), base, atol=1e-5, rtol=1e-5)
     with prepared.applied(CHAIN):
         torch.testing.assert_close(logits(fed), expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="tests of captured steps do this there")
+@pytest.mark.parametrize("most_bytes", [0, 2**30], ids=["low rank", "two sets"])
+def test_steps_of_a_prepared_model_write_what_the_plain_decoder_writes(
+    most_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dial `threshold` emits drafts unverified, so its text depends on them."""
+    monkeypatch.setattr(compilation, "SECOND_SET_BYTES", most_bytes)
+    checkpoint = gated_checkpoint("qwen2")
+    engine = Engine(checkpoint, max_num_seqs=4, memory=2**22, cost=lambda _count, window: window.width)
+    prepared, run_step = Compiled(checkpoint.module, checkpoint.adapter), engine._runner._run_step
+
+    def captured(inputs: StepInputs, window: Window, longest: int | None = None) -> StepOutputs:
+        with prepared.applied(window), torch.compiler.set_stance("force_eager"):
+            return run_step(inputs, window, longest)
+
+    monkeypatch.setattr(engine._runner, "_run_step", captured)
+    for dial, groups in [("exact", 1), ("threshold=0.3", 1), ("threshold=0", 4)]:
+        options = {"max_new_tokens": 5, "block_size": 4, "mask_groups": groups}
+        requests = [Request(prompt, Dial.parse(dial), **options) for prompt in ([1, 2, 3], [4, 5])]
+        expected = [answer.token_ids for answer in Decoder(gated_checkpoint("qwen2"), requests).finish()]
+        outputs = dict(run(engine, requests))
+        assert [outputs[index].token_ids for index in range(len(requests))] == expected, (dial, groups)
