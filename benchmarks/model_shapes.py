@@ -40,6 +40,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
         "rope_theta": 1000000.0,
     },
+    "smollm2-135m": {
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100000.0,
+        "tie_word_embeddings": True,
+    },
     "tiny": {
         "model_type": "qwen2",
         "hidden_size": 128,

@@ -25,6 +25,7 @@ from transformers import (
 
 import mars
 from mars.models import Checkpoint, Settings, save_checkpoint
+from mars.models.gated import GatedAdapter, layer_sizes
 
 VOCABULARY = 12
 MASK, END = VOCABULARY - 1, VOCABULARY - 2
@@ -86,6 +87,21 @@ def tiny_checkpoint(family: str, seed: int = 0, **changes: object) -> Checkpoint
             if parameter.ndim > 1:
                 parameter.normal_(std=0.35)
     return Checkpoint(family, model, tiny_tokenizer(), Settings(MASK, block_size=4, dial="exact"))
+
+
+def gated_checkpoint(
+    family: str, dtype: torch.dtype = torch.float32, rank: int = 4, markov: int = 4, seed: int = 0
+) -> Checkpoint:
+    """A tiny model with a random adapter."""
+    base = tiny_checkpoint(family)
+    module = base.module.to(dtype)
+    torch.manual_seed(seed)
+    rows, hidden = module.get_input_embeddings().weight.shape
+    adapter = GatedAdapter(layer_sizes(module), rank, hidden, rows, markov).to(dtype)
+    for weight in adapter.parameters():
+        torch.nn.init.normal_(weight, std=0.5)
+    adapter.eval().requires_grad_(False).attach(module)
+    return Checkpoint(base.name, module, base.tokenizer, Settings(rows, 4), adapter)
 
 
 @pytest.fixture(scope="session")

@@ -14,14 +14,14 @@ from mars import SamplingParams
 from mars.api import Model
 from mars.core.grammar import lark_grammar
 from mars.core.request import Request
-from mars.engine import Engine, cuda_graphs, run
+from mars.engine import Engine, compilation, cuda_graphs, run
 from mars.engine.cuda_graphs import GraphRunner
 from mars.method.acceptance import Dial
 from mars.method.sampling import gumbel
 from mars.method.windows import Window
 from mars.models import Checkpoint
 from mars.reference import Decoder
-from tests.conftest import FAMILIES, tiny_checkpoint
+from tests.conftest import FAMILIES, gated_checkpoint, tiny_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,6 +41,8 @@ def uncompiled(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def on_gpu(checkpoint: Checkpoint) -> Checkpoint:
+    if checkpoint.adapter is not None:
+        checkpoint.adapter.cuda()
     return replace(checkpoint, module=checkpoint.module.cuda())
 
 
@@ -69,6 +71,62 @@ def test_compiled_layers_write_the_same() -> None:
     for family in ("llama", "qwen2", "gemma2"):
         expected = [answer.token_ids for answer in Decoder(tiny_checkpoint(family), requests).finish()]
         assert texts(Engine(on_gpu(tiny_checkpoint(family)), max_num_seqs=8, memory=2**24), requests) == expected
+
+
+FORMS = pytest.mark.parametrize("most_bytes", [0, 2**30], ids=["low-rank", "two-sets"])
+
+
+def gated_texts(family: str, most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every dial and window, as the plain decoder writes them; drafts of the last dials are emitted unverified."""
+    monkeypatch.setattr(compilation, "SECOND_SET_BYTES", most_bytes)
+    engine = Engine(on_gpu(gated_checkpoint(family)), max_num_seqs=8, memory=2**24, cost=wide)
+    for dial, groups in [("one-token", None), ("exact", 1), ("exact", 4), ("threshold=0.3", 1), ("threshold=0", 4)]:
+        requests = [
+            Request(each, Dial.parse(dial), max_new_tokens=24, block_size=4, mask_groups=groups) for each in PROMPTS
+        ]
+        expected = [answer.token_ids for answer in Decoder(gated_checkpoint(family), requests).finish()]
+        assert texts(engine, requests) == expected, (dial, groups)
+
+
+@FORMS
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "phi3"])
+def test_gated_adapters_act_in_captured_steps(family: str, most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gated_texts(family, most_bytes, monkeypatch)
+
+
+@FORMS
+def test_gated_adapters_act_in_compiled_layers(most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gated_texts("qwen2", most_bytes, monkeypatch)
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_token_steps_have_the_bits_of_the_base_model_compiled(
+    dtype: torch.dtype, most_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits of captured steps, with a gated adapter and without."""
+    monkeypatch.setattr(compilation, "SECOND_SET_BYTES", most_bytes)
+    found = []
+    for adapted in (True, False):
+        checkpoint = on_gpu(gated_checkpoint("qwen2", dtype))
+        if not adapted and checkpoint.adapter is not None:
+            checkpoint.adapter.detach()
+            checkpoint = replace(checkpoint, adapter=None, settings=None)
+        engine = Engine(checkpoint, max_num_seqs=8, memory=2**24, cost=wide, block_size=4)
+        runner, seen = engine._runner, list[torch.Tensor]()
+        forward = runner._forward
+
+        def noting(*args, forward=forward, seen=seen, **options):
+            logits = forward(*args, **options)
+            seen.append(logits)
+            return logits
+
+        monkeypatch.setattr(runner, "_forward", noting)
+        requests = [Request(each, Dial("one-token"), max_new_tokens=8, ignore_end=True) for each in PROMPTS[:6]]
+        written = texts(engine, requests)
+        found.append((written, seen[-1].clone()))  # the captured graph's, of its last replay
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
 
 
 SAMPLING: list[dict] = [

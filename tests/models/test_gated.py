@@ -10,23 +10,9 @@ import mars
 from mars.method.markov import MarkovHead
 from mars.models import Checkpoint, Settings, load_checkpoint, save_checkpoint
 from mars.models.attention import own_attention
-from mars.models.gated import GatedAdapter, layer_sizes
-from tests.conftest import tiny_checkpoint
+from tests.conftest import gated_checkpoint
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "phi3", "granite", "gpt_oss")
-
-
-def gated(family: str, dtype: torch.dtype = torch.float32, rank: int = 4, markov: int = 4, seed: int = 0) -> Checkpoint:
-    """A tiny model with a random adapter."""
-    base = tiny_checkpoint(family)
-    module = base.module.to(dtype)
-    torch.manual_seed(seed)
-    rows, hidden = module.get_input_embeddings().weight.shape
-    adapter = GatedAdapter(layer_sizes(module), rank, hidden, rows, markov).to(dtype)
-    for weight in adapter.parameters():
-        torch.nn.init.normal_(weight, std=0.5)
-    adapter.eval().requires_grad_(False).attach(module)
-    return Checkpoint(base.name, module, base.tokenizer, Settings(rows, 4), adapter)
 
 
 def logits(checkpoint: Checkpoint, tokens: torch.Tensor) -> torch.Tensor:
@@ -38,7 +24,7 @@ def logits(checkpoint: Checkpoint, tokens: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_is_computed_as_by_the_base_model(family: str, dtype: torch.dtype) -> None:
-    checkpoint = gated(family, dtype)
+    checkpoint = gated_checkpoint(family, dtype)
     adapter = checkpoint.adapter
     text = torch.randint(0, checkpoint.vocabulary, (2, 9))
     masks = torch.full((2, 3), adapter.mask_token)
@@ -56,7 +42,7 @@ def test_text_is_computed_as_by_the_base_model(family: str, dtype: torch.dtype) 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_exact_writes_the_base_models_text(family: str) -> None:
     """As transformers' own ``generate`` writes it; drafts are accepted and rejected on the way."""
-    checkpoint = gated(family)
+    checkpoint = gated_checkpoint(family)
     model = mars.Model(checkpoint)
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8], [9, 1]]
     with checkpoint.adapter.nowhere(), own_attention(checkpoint.module) as base:
@@ -70,7 +56,7 @@ def test_exact_writes_the_base_models_text(family: str) -> None:
 
 def test_the_head_sees_the_token_before_each_mask() -> None:
     """Drafts are those of the logits plus the head's row for the token before, one after the other."""
-    checkpoint = gated("llama")
+    checkpoint = gated_checkpoint("llama")
     head = checkpoint.head
     assert isinstance(head, MarkovHead)
     text = torch.tensor([[1, 2, 3]])
@@ -85,7 +71,7 @@ def test_the_head_sees_the_token_before_each_mask() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_checkpoint(gated("llama"), tmp_path / "model")
+    save_checkpoint(gated_checkpoint("llama"), tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -95,7 +81,7 @@ def test_a_saved_checkpoint_is_the_base_model_to_others(folder: Path) -> None:
     assert torch.equal(plain(text).logits, logits(loaded, text))
     assert loaded.settings == Settings(12, 4)
     fed = torch.tensor([[1, 2, 3, 12, 12]])
-    assert torch.allclose(logits(loaded, fed), logits(gated("llama"), fed), atol=0.2)
+    assert torch.allclose(logits(loaded, fed), logits(gated_checkpoint("llama"), fed), atol=0.2)
 
 
 def test_base_and_adapter_apart(folder: Path, tmp_path: Path) -> None:
@@ -108,7 +94,7 @@ def test_base_and_adapter_apart(folder: Path, tmp_path: Path) -> None:
 
 
 def test_adapters_of_other_models_are_refused(folder: Path, tmp_path: Path) -> None:
-    for number, other in enumerate((gated("qwen2"), gated("llama"))):
+    for number, other in enumerate((gated_checkpoint("qwen2"), gated_checkpoint("llama"))):
         if number:
             other.module.get_input_embeddings().weight.data += 0.01
         save_checkpoint(Checkpoint("other", other.module, other.tokenizer), tmp_path / str(number))

@@ -51,12 +51,15 @@ class CapturedGraph(Generic[Inputs]):
 
 
 class GraphRunner(Runner):
-    def __init__(self, checkpoint: Checkpoint, state: DeviceState, cache: PagedCache, block_size: int) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, state: DeviceState, cache: PagedCache, block_size: int, model: Compiled
+    ) -> None:
+        """``model``: the checkpoint's."""
         super().__init__(checkpoint, state, cache, block_size)
         from mars.engine.kernels.sampling import KernelChoices  # triton is not installed everywhere
 
         self._choices = KernelChoices
-        self._compiled = Compiled(checkpoint.module)
+        self._model = model
         torch._dynamo.mark_static(self._ends)
         self._prepare = compiled(self._prepare)  # type: ignore[method-assign]
         self._compiled_decide = compiled(self._decide_by_kernel)
@@ -170,7 +173,7 @@ class GraphRunner(Runner):
         if key not in self._steps:
             integers, floats = (getattr(self._padding, name).repeat(1, size).to(self.state.device) for name in MATRICES)
             inputs = replace(self._padding, integers=integers, floats=floats)
-            captured = self._capture(inputs, lambda: self._run_step(inputs, window))
+            captured = self._capture(inputs, window, lambda: self._run_step(inputs, window))
             if captured is None:
                 return None
             self._steps[key] = captured
@@ -183,13 +186,15 @@ class GraphRunner(Runner):
     def _captured_prefill(self, count: int) -> CapturedGraph[PrefillInputs] | None:
         if count not in self._prefills:
             inputs = PrefillInputs(PrefillInputs.padding(count, self.CHUNK).matrix.to(self.state.device))
-            captured = self._capture(inputs, lambda: self._run_prefill(inputs))
+            captured = self._capture(inputs, Window(), lambda: self._run_prefill(inputs))
             if captured is None:
                 return None
             self._prefills[count] = captured
         return self._prefills[count]
 
-    def _capture(self, inputs: Inputs, work: Callable[[], StepOutputs | None]) -> CapturedGraph[Inputs] | None:
+    def _capture(
+        self, inputs: Inputs, window: Window, work: Callable[[], StepOutputs | None]
+    ) -> CapturedGraph[Inputs] | None:
         """Run the work once, so that everything is compiled and loaded, then capture it.
 
         None if that is not possible: for good, as with experts that are chosen on the host, or for now, when there is
@@ -197,7 +202,7 @@ class GraphRunner(Runner):
         """
         if not self._can_capture or time.monotonic() < self._capture_after:
             return None
-        with self._compiled.applied(), warnings.catch_warnings():
+        with self._model.applied(window), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*TensorFloat32.*")
             try:
                 self._stream.wait_stream(torch.cuda.current_stream())

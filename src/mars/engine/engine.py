@@ -18,6 +18,7 @@ from mars.core.request import Request, default_dial
 from mars.core.sequence import Sequence
 from mars.core.threads import lower_priority
 from mars.engine.cache import PagedCache, layer_shapes
+from mars.engine.compilation import Compiled
 from mars.engine.cuda_graphs import GraphRunner
 from mars.engine.device_state import DeviceState
 from mars.engine.pages import Pages
@@ -79,6 +80,7 @@ class Engine:
         prefill_tokens = (2048 if on_gpu else 512) if prefill_tokens is None else prefill_tokens
         require_integer("max_num_seqs", max_num_seqs, 1)
         require_integer("prefill_tokens", prefill_tokens, 1)
+        model = Compiled(checkpoint.module, checkpoint.adapter) if on_gpu else None  # before free memory is measured
         available = cache_bytes(memory, checkpoint.device)
         shapes = layer_shapes(checkpoint)
         page_bytes = page_size * sum(each.bytes_per_token for each in shapes)
@@ -101,9 +103,9 @@ class Engine:
         most = (checkpoint.context or num_pages * page_size) + margin + self._async_steps * self.block_size
         table = min(num_pages, -(-most // page_size))
         self._state = DeviceState(max_num_seqs, self.block_size - 1, table, checkpoint.vocabulary, checkpoint.device)
-        runner = GraphRunner if on_gpu else Runner
         cache = PagedCache(shapes, num_pages, page_size, checkpoint.device)
-        self._runner = runner(checkpoint, self._state, cache, self.block_size)
+        parts = (checkpoint, self._state, cache, self.block_size)
+        self._runner = Runner(*parts) if model is None else GraphRunner(*parts, model)
         self._costs = StepCosts(self._runner, turns=1 if on_gpu else 3)
         self._observes_costs = cost is None and not on_gpu  # a GPU's are those of its captured graphs
         default_groups = self.block_size if on_gpu else 1  # on a GPU, width costs little

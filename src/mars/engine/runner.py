@@ -1,6 +1,7 @@
 """Runs the model over the device state and the paged cache: prefill chunks, and steps that decide what comes next."""
 
 import time
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -130,6 +131,7 @@ class Runner:
         return PagedWindows(self.cache, window, *where, uses_kernel=self._uses_kernel)
 
     def _forward(self, tokens: Tensor, windows: PagedWindows, logits_to_keep: int = 0) -> Tensor:
-        """Logits (tokens, vocabulary) of the last tokens, or of all."""
-        positions = windows.positions.flatten()[None]
-        return forward(self.checkpoint, tokens.flatten()[None], positions, windows, logits_to_keep)[0]
+        """Logits (tokens, vocabulary) of the last tokens, or of all. Without masks, a gated model is its base model."""
+        positions, adapter = windows.positions.flatten()[None], self.checkpoint.adapter
+        with nullcontext() if adapter is None or windows.window.all_masks else adapter.nowhere():
+            return forward(self.checkpoint, tokens.flatten()[None], positions, windows, logits_to_keep)[0]

@@ -55,8 +55,13 @@ class Window:
         return 1 + self.drafts
 
     @property
+    def all_masks(self) -> int:
+        """The masks of all groups."""
+        return self.groups * self.masks
+
+    @property
     def width(self) -> int:
-        return self.verified + self.groups * self.masks
+        return self.verified + self.all_masks
 
     def __str__(self) -> str:
         if not self.groups:

@@ -50,6 +50,7 @@ class GatedAdapter(nn.Module):
         self.head = MarkovHead(vocabulary, markov) if markov else None
         self.scale = 1.0  # of all changes; a published adapter has it multiplied into ``b``
         self.where: Tensor | bool = False
+        self._rows: Tensor | slice | None = None  # of masks among all tokens; None: not known, to spare a GPU the wait
         self._fixed = False
         self._handles: list[RemovableHandle] = []
 
@@ -106,9 +107,14 @@ class GatedAdapter(nn.Module):
             self.where = False
 
     def _look_at(self, _module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        if self._fixed and self.where is False:
+            return inputs
         is_mask = inputs[0] == self.mask_token
         if not self._fixed:
-            self.where = is_mask[..., None] if is_mask.is_cuda or bool(is_mask.any()) else False
+            self.where, self._rows = is_mask[..., None], None
+            if not is_mask.is_cuda:
+                self._rows = _rows(is_mask)
+                self.where = False if self._rows is None else self.where
         return (inputs[0].masked_fill(is_mask, 0),)
 
     def _insert(self, _module: nn.Module, _inputs: Any, rows: Tensor) -> Tensor:
@@ -124,9 +130,25 @@ class GatedAdapter(nn.Module):
         def add(_module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
             if self.where is False:
                 return output
-            return self._gated(output, output + self.scale * change(inputs[0]))
+            if isinstance(self.where, bool) or self._rows is None:
+                return self._gated(output, output + self.scale * change(inputs[0]))
+            flat, projected = output.flatten(0, -2), linear(inputs[0].flatten(0, -2)[self._rows], change.a)
+            if isinstance(self._rows, slice):
+                flat[self._rows].addmm_(projected, change.b.T, alpha=self.scale)
+            else:
+                flat.index_add_(0, self._rows, linear(projected, change.b), alpha=self.scale)
+            return flat.view_as(output)
 
         return add
+
+
+def _rows(is_mask: Tensor) -> Tensor | slice | None:
+    """Which tokens are masks: a slice if they stand together, as those of one chain do; None if there are none."""
+    rows = is_mask.flatten().nonzero()[:, 0]
+    if not len(rows):
+        return None
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last - first + 1 == len(rows) else rows
 
 
 def layer_sizes(model: PreTrainedModel, endings: list[str] | None = None) -> dict[str, tuple[int, int]]:

@@ -1,0 +1,214 @@
+"""Products of a gated adapter's layers as Triton kernels: masks use other weights than the tokens of the text.
+
+The tokens of a step are windows one behind the other, each of ``verified`` tokens followed by masks, so a program knows
+from the numbers of its rows which of them are masks. Two forms of the same product:
+
+`two_sets`
+    A second set of weights has the change added in. A program takes rows of one kind and reads that kind's set.
+`expand`
+    For large models, whose time is that of reading weights. The base product also yields the low-rank projections, and
+    a second kernel adds their expansions to the rows of masks.
+
+The inputs of a row are summed in an order that does not depend on how many rows there are.
+"""
+
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import linear
+
+from mars.method.windows import Window
+
+WINDOW: ContextVar[Window] = ContextVar("window")
+"""The window of the step that runs. The operators read it when they run, so compiled layers do not depend on it."""
+
+
+class Tile(NamedTuple):
+    """What a program computes, and how."""
+
+    tokens: int
+    outputs: int
+    warps: int
+    stages: int
+
+
+TILES: tuple[tuple[int, int, Tile], ...] = (
+    (16, 1024, Tile(16, 16, 4, 6)),
+    (16, 1 << 30, Tile(16, 32, 4, 6)),
+    (32, 1024, Tile(32, 16, 4, 6)),
+    (32, 1 << 30, Tile(32, 64, 4, 5)),
+    (64, 1024, Tile(32, 32, 4, 6)),
+    (64, 1 << 30, Tile(64, 64, 4, 4)),
+    (1 << 30, 1024, Tile(32, 32, 4, 6)),
+    (1 << 30, 1 << 30, Tile(64, 64, 4, 4)),
+)
+"""Of `two_sets`, for up to so many tokens of a kind and outputs; ``benchmarks/adapter_speed.py --tune`` finds them."""
+EXPANSION = Tile(16, 64, 4, 2)
+MOST_TOKENS = 64  # of a program of `expand`
+
+
+def tile_for(tokens: int, outputs: int) -> Tile:
+    return next(tile for most, widest, tile in TILES if tokens <= most and outputs <= widest)
+
+
+def inputs_at_once(inputs: int, dtype: torch.dtype) -> int:
+    """Inputs that are summed at once, the same for any number of tokens."""
+    wide = 64 if dtype.itemsize > 2 or inputs % 128 else 128
+    return max(16, min(wide, triton.next_power_of_2(inputs)))
+
+
+@triton.jit
+def _rows(item, count, each, first, width):
+    """Rows of tokens of one kind, of which a window has ``each`` from ``first`` on, and which of them exist."""
+    real = item < count
+    item = tl.where(real, item, 0)
+    return (item // each * width + first + item % each).to(tl.int64), real
+
+
+@triton.jit(do_not_specialize=["sequences", "verified", "masks"])
+def _two_sets(
+    x, weights, bias, out, sequences, verified, masks, outputs, inputs, set_size,
+    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
+    PRECISE: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    text_tiles = tl.cdiv(sequences * verified, TOKENS)
+    is_mask = tile >= text_tiles
+    each = tl.where(is_mask, masks, verified)
+    item = (tile - tl.where(is_mask, text_tiles, 0)) * TOKENS + tl.arange(0, TOKENS)
+    row, real = _rows(item, sequences * each, each, tl.where(is_mask, verified, 0), verified + masks)
+    column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    there = column < outputs
+    weights += is_mask.to(tl.int64) * set_size + tl.where(there, column, 0).to(tl.int64)[:, None] * inputs
+    x += row[None, :] * inputs
+    total = tl.zeros([OUTPUTS, TOKENS], tl.float32)
+    for start in range(0, inputs, INPUTS):
+        index = start + tl.arange(0, INPUTS)
+        if EVEN:
+            weight = tl.load(weights + index[None, :])
+            given = tl.load(x + index[:, None])
+        else:
+            weight = tl.load(weights + index[None, :], mask=index[None, :] < inputs, other=0.0)
+            given = tl.load(x + index[:, None], mask=index[:, None] < inputs, other=0.0)
+        total = tl.dot(weight, given, total, input_precision="ieee" if PRECISE else "tf32")
+    if BIAS:
+        total += tl.load(bias + column, mask=there, other=0.0).to(tl.float32)[:, None]
+    at = row[None, :] * outputs + column[:, None]
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=there[:, None] & real[None, :])
+
+
+def two_sets(x: Tensor, weights: Tensor, bias: Tensor | None, window: Window, tile: Tile | None = None) -> Tensor:
+    """(tokens, inputs) to (tokens, outputs) by ``weights`` (2, outputs, inputs): masks use the second set."""
+    x = x.contiguous()
+    outputs, inputs = weights.shape[1:]
+    sequences, masks = len(x) // window.width, window.all_masks
+    kinds = (sequences * window.verified, sequences * masks)
+    tile = tile or tile_for(max(kinds), outputs)
+    out = x.new_empty(len(x), outputs)
+    step = inputs_at_once(inputs, x.dtype)
+    grid = (sum(triton.cdiv(each, tile.tokens) for each in kinds), triton.cdiv(outputs, tile.outputs))
+    _two_sets[grid](
+        *(x, weights, x if bias is None else bias, out),
+        *(sequences, window.verified, masks, outputs, inputs, outputs * inputs),
+        TOKENS=tile.tokens,
+        OUTPUTS=tile.outputs,
+        INPUTS=step,
+        EVEN=inputs % step == 0,
+        BIAS=bias is not None,
+        PRECISE=x.dtype == torch.float32,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["sequences", "verified", "masks"])
+def _expand(
+    y, b, sequences, verified, masks, rank, stride,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
+    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, RANK: tl.constexpr, EVEN: tl.constexpr, PRECISE: tl.constexpr,
+):  # fmt: skip
+    """Columns of ``y``: outputs of up to three layers, then projections of each. A program has one layer's outputs."""
+    item = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    row, real = _rows(item, sequences * masks, masks, verified, verified + masks)
+    tile = tl.program_id(1)
+    first_tiles: tl.constexpr = (FIRST + OUTPUTS - 1) // OUTPUTS
+    second_tiles: tl.constexpr = (SECOND + OUTPUTS - 1) // OUTPUTS
+    layer = (tile >= first_tiles).to(tl.int32) + (tile >= first_tiles + second_tiles).to(tl.int32)
+    begin = tl.where(layer == 0, 0, tl.where(layer == 1, FIRST, FIRST + SECOND))
+    end = tl.where(layer == 0, FIRST, tl.where(layer == 1, FIRST + SECOND, FIRST + SECOND + THIRD))
+    tile -= tl.where(layer == 0, 0, tl.where(layer == 1, first_tiles, first_tiles + second_tiles))
+    column = begin + tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    there = column < end
+    b += tl.where(there, column, 0).to(tl.int64)[:, None] * rank
+    y += row[None, :] * stride
+    projections = y + FIRST + SECOND + THIRD + layer * rank
+    total = tl.zeros([OUTPUTS, TOKENS], tl.float32)
+    for start in range(0, rank, RANK):
+        index = start + tl.arange(0, RANK)
+        if EVEN:
+            expansion = tl.load(b + index[None, :])
+            projected = tl.load(projections + index[:, None])
+        else:
+            expansion = tl.load(b + index[None, :], mask=index[None, :] < rank, other=0.0)
+            projected = tl.load(projections + index[:, None], mask=index[:, None] < rank, other=0.0)
+        total = tl.dot(expansion, projected, total, input_precision="ieee" if PRECISE else "tf32")
+    some = there[:, None] & real[None, :]
+    total += tl.load(y + column[:, None], mask=some, other=0.0).to(tl.float32)
+    tl.store(y + column[:, None], total.to(y.dtype.element_ty), mask=some)
+
+
+def expand(y: Tensor, b: Tensor, sizes: list[int], window: Window, tile: Tile | None = None) -> None:
+    """Add the changes to the rows of masks, in place.
+
+    ``y`` (tokens, columns) has the outputs of layers of ``sizes``, then the projections of each of them; ``b``
+    (outputs, rank).
+    """
+    first, second, third = [*sizes, 0, 0][:3]
+    sequences, masks = len(y) // window.width, window.all_masks
+    if tile is None:
+        tile = EXPANSION._replace(tokens=max(16, min(MOST_TOKENS, triton.next_power_of_2(sequences * masks))))
+    rank = b.shape[1]
+    step = max(16, min(128, triton.next_power_of_2(rank)))
+    grid = (triton.cdiv(sequences * masks, tile.tokens), sum(triton.cdiv(each, tile.outputs) for each in sizes))
+    _expand[grid](
+        *(y, b, sequences, window.verified, masks, rank, y.stride(0)),
+        FIRST=first,
+        SECOND=second,
+        THIRD=third,
+        TOKENS=tile.tokens,
+        OUTPUTS=tile.outputs,
+        RANK=step,
+        EVEN=rank % step == 0,
+        PRECISE=y.dtype == torch.float32,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+@torch.library.custom_op("mars::two_sets", mutates_args=())
+def two_sets_op(x: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
+    """`two_sets` in the window of the step that runs."""
+    return two_sets(x.flatten(0, -2), weights, bias, WINDOW.get()).view(*x.shape[:-1], weights.shape[1])
+
+
+@two_sets_op.register_fake
+def _(x: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ARG001
+    return x.new_empty(*x.shape[:-1], weights.shape[1])
+
+
+@torch.library.custom_op("mars::low_rank", mutates_args=())
+def low_rank_op(x: Tensor, weight: Tensor, b: Tensor, bias: Tensor | None, sizes: list[int]) -> Tensor:
+    """The product with ``weight``, which ends in the rows of the projections, and `expand` of it."""
+    y = linear(x.flatten(0, -2), weight, bias)
+    expand(y, b, sizes, WINDOW.get())
+    return y.view(*x.shape[:-1], len(weight))
+
+
+@low_rank_op.register_fake
+def _(x: Tensor, weight: Tensor, b: Tensor, bias: Tensor | None, sizes: list[int]) -> Tensor:  # noqa: ARG001
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
