@@ -37,14 +37,12 @@ class Tile(NamedTuple):
 
 
 TILES: tuple[tuple[int, int, Tile], ...] = (
-    (16, 1024, Tile(16, 16, 4, 6)),
-    (16, 1 << 30, Tile(16, 32, 4, 6)),
-    (32, 1024, Tile(32, 16, 4, 6)),
-    (32, 1 << 30, Tile(32, 64, 4, 5)),
-    (64, 1024, Tile(32, 32, 4, 6)),
-    (64, 1 << 30, Tile(64, 64, 4, 4)),
-    (1 << 30, 1024, Tile(32, 32, 4, 6)),
-    (1 << 30, 1 << 30, Tile(64, 64, 4, 4)),
+    (16, 1 << 30, Tile(16, 64, 4, 6)),
+    (32, 1024, Tile(16, 64, 4, 6)),
+    (32, 1 << 30, Tile(32, 64, 4, 6)),
+    (64, 1 << 30, Tile(32, 64, 4, 6)),
+    (1 << 30, 1024, Tile(32, 64, 4, 6)),
+    (1 << 30, 1 << 30, Tile(64, 128, 8, 6)),
 )
 """Of `two_sets`, for up to so many tokens of a kind and outputs; ``benchmarks/adapter_speed.py --tune`` finds them."""
 EXPANSION = Tile(16, 64, 4, 2)
