@@ -31,7 +31,6 @@ from mars.integrations.vllm.step import (
     step,
     token_scores,
 )
-from mars.integrations.vllm.synchronous import ban_mask_token
 from mars.method.acceptance import Dial, DialFeatures, DialTensors
 from mars.method.sampling import SamplingParams, SamplingTensors
 from mars.method.tensors import send
@@ -123,10 +122,10 @@ class Speculator(Drafter):
         self.requests.set_dial(dial)
 
     def attach(self, runner: Any) -> None:
-        """When the model is loaded: ban the mask token, and put our samplers in front of vLLM's."""
+        """When the model is loaded: attach the adapter, and put our samplers in front of vLLM's."""
         if getattr(runner, "batch_sharder", None) is not None:
             raise MarsError("mars needs all logits on one rank: leave out the sharded sampler")
-        ban_mask_token(runner.model, self.mask_token)
+        self.prepare(runner.model)
         if runner.sampler is None:
             return
         from vllm.v1.worker.gpu.sample.sampler import Sampler
