@@ -202,7 +202,9 @@ def _settings(arguments: Any) -> Settings:
         settings = Settings.read(GenerationConfig.from_pretrained(source, revision=arguments.revision))
     if settings is None:
         advice = "train it with `mars train`, or leave out the method mars"
-        raise MarsError(f"{arguments.model} has no MARS settings in mars/config.json or generation_config.json: {advice}")
+        raise MarsError(
+            f"{arguments.model} has no MARS settings in mars/config.json or generation_config.json: {advice}"
+        )
     return settings
 
 

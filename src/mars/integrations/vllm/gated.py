@@ -2,7 +2,7 @@
 
 vLLM compiles a model and captures CUDA graphs of it, so which rows are masks is decided in the graph: the embedding
 layer compares token ids with the mask token and writes a buffer that the linear layers read. Both go through operators
-of our own, which vLLM's compiler does not look into. Rows of text are never written, so they keep the base model's bits.
+of our own, which the compiler does not look into. Rows of text are not written, so they keep the base model's bits.
 
 Linear layers add the change to their own part of the output before any reduction over ranks.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from copy import copy
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -78,9 +78,9 @@ for name in ("insert_masks", "add_change"):
 # --- layers
 
 
-@lru_cache
-def _gated_embedding(original: type) -> type:
-    class Gated(original):  # type: ignore[misc, valid-type]
+@cache
+def _gated_embedding(original: Any) -> Any:
+    class Gated(original):  # type: ignore[misc]
         """Looks up a token of the text in the place of a mask, and puts the masks' row there."""
 
         def forward(self, input_: Tensor) -> Tensor:
@@ -91,9 +91,9 @@ def _gated_embedding(original: type) -> type:
     return Gated
 
 
-@lru_cache
-def _gated_method(original: type) -> type:
-    class Gated(original):  # type: ignore[misc, valid-type]
+@cache
+def _gated_method(original: Any) -> Any:
+    class Gated(original):  # type: ignore[misc]
         """How a layer with a low-rank change multiplies."""
 
         def apply(self, layer: Any, x: Tensor, *others: Any, **options: Any) -> Tensor:
@@ -108,7 +108,7 @@ class Part(NamedTuple):
     """A layer of transformers' that is all of a layer in vLLM, or a part of it."""
 
     name: str
-    index: int | None  # which part; None: all of it
+    place: int | None  # which part; None: all of it
 
 
 def attach(model: nn.Module, files: AdapterFiles, watched: dict[str, Tensor], config: Any) -> MarkovHead | None:
@@ -133,7 +133,8 @@ def attach(model: nn.Module, files: AdapterFiles, watched: dict[str, Tensor], co
     embedding.register_buffer("mars_row", row.to(weight.device, dtype), persistent=False)
     embedding.register_buffer("mars_gate", gate, persistent=False)
     embedding.mars_mask_token = files.config["mask_token_id"]
-    embedding.__class__ = _gated_embedding(type(embedding))
+    kind: Any = type(embedding)
+    embedding.__class__ = _gated_embedding(kind)
     return _head(stored, weight.device, dtype)
 
 
@@ -171,10 +172,10 @@ def _layers(model: Any, files: AdapterFiles) -> dict[Any, list[Part]]:
     modules, found = dict(model.named_modules()), defaultdict(list)
     packed = PARTS | (getattr(model, "packed_modules_mapping", None) or {})
     owner = {part: (name, index) for name, parts in packed.items() for index, part in enumerate(parts) if parts[1:]}
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     mapper = mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
     for name in files.config["layers"]:
-        renamed = (mapper and mapper._map_name(f"{name}.weight") or f"{name}.weight").removesuffix(".weight")
+        renamed = ((mapper and mapper._map_name(f"{name}.weight")) or f"{name}.weight").removesuffix(".weight")
         where, _, last = renamed.rpartition(".")
         joined, index = owner.get(last, (last, None))
         layer, part = modules.get(renamed), Part(name, None)
@@ -195,18 +196,18 @@ def _attach_layer(
     from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 
     rank, rows = files.config["rank"], isinstance(layer, RowParallelLinear)
-    if parts[0].index is None:
+    if parts[0].place is None:
         sizes, outputs = [layer.output_size_per_partition], [layer.output_size]
     else:
         sizes, outputs = list(layer.output_partition_sizes), list(layer.output_sizes)
     if isinstance(layer, QKVParallelLinear):
         heads, kv_heads = layer.total_num_heads * layer.head_size, layer.total_num_kv_heads
         outputs = [heads, kv_heads * layer.head_size, kv_heads * layer.v_head_size]
-        outputs = [sum(outputs)] if parts[0].index is None else outputs
+        outputs = [sum(outputs)] if parts[0].place is None else outputs
     a = torch.zeros(len(sizes) * rank, layer.input_size_per_partition, dtype=dtype)
     b = torch.zeros(sum(sizes), rank, dtype=dtype)
-    for name, index in parts:
-        change, place = stored_change(stored, name), index or 0
+    for name, part in parts:
+        change, place = stored_change(stored, name), part or 0
         if (change.a.shape[1], change.b.shape[0]) != (layer.input_size, outputs[place]):
             raise MarsError(f"{files.belongs}: {name} has another shape in this one")
         mine = a[place * rank : (place + 1) * rank]
@@ -214,15 +215,16 @@ def _attach_layer(
             layer.weight_loader(_parameter(mine, input_dim=1), change.a.to(dtype))
             b.copy_(change.b)
         else:
-            shard = () if index is None else ("qkv"[index],) if isinstance(layer, QKVParallelLinear) else (index,)
+            shard = () if part is None else ("qkv"[part],) if isinstance(layer, QKVParallelLinear) else (part,)
             layer.weight_loader(_parameter(b, output_dim=0), change.b.to(dtype), *shard)
             mine.copy_(change.a)
     layer.register_buffer("mars_a", a.to(gate.device), persistent=False)
     layer.register_buffer("mars_b", b.to(gate.device), persistent=False)
     layer.register_buffer("mars_gate", gate, persistent=False)
     layer.mars_sizes = sizes
+    kind: Any = type(layer.quant_method)
     layer.quant_method = copy(layer.quant_method)
-    layer.quant_method.__class__ = _gated_method(type(layer.quant_method))
+    layer.quant_method.__class__ = _gated_method(kind)
 
 
 def _parameter(tensor: Tensor, **attributes: int) -> nn.Parameter:

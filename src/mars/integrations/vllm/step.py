@@ -114,6 +114,8 @@ class GreedyChoices(NamedTuple):
     """Is the token fed behind this one a draft that ``relaxed`` accepts? None: no sequence has that dial"""
     confident: Tensor | None = None
     """Is the prediction here confident enough for ``threshold``? None: no sequence has that dial"""
+    drafted: Tensor | None = None
+    """(masks, sequences): what the masks predict with a Markov head; ``confident`` has the same shape then"""
 
     @classmethod
     def of(cls, tokens: Tensor, logits: Tensor, dials: DialTensors | None) -> GreedyChoices:
@@ -123,7 +125,7 @@ class GreedyChoices(NamedTuple):
             return cls(argmax)
         rows, tolerated, confident = logits.float()[:, None], None, None
         if dials.features.relaxes:
-            drafts = tokens.long().roll(-1).clamp(min=0)[:, None]
+            drafts = tokens.long().roll(-1).clamp(0, logits.shape[1] - 1)[:, None]
             tolerated = within_tolerance(rows, rows, drafts, dials.tolerance)[:, 0].view(torch.uint8)
         if dials.features.measures:
             confident = (confidence(rows, dials)[:, 0] >= dials.trust).view(torch.uint8)
