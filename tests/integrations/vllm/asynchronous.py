@@ -1,7 +1,8 @@
 """The asynchronous path: vLLM's second model runner, on a GPU, or on a CPU with all kernels interpreted.
 
 ``python -m tests.integrations.vllm.asynchronous FOLDER GATED`` generates without the plugin, with it and a gated
-adapter, and with it and a trained model, all with the same base weights, and prints the results. It is a process of its own, since environment variables must be set before triton and vLLM are imported.
+adapter, and with it and a trained model, all with the same base weights, and prints the results. It is a process of its
+own, since environment variables must be set before triton and vLLM are imported.
 """
 
 from __future__ import annotations

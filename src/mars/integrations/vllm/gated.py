@@ -197,14 +197,14 @@ def _attach_layer(
 
     rank, rows = files.config["rank"], isinstance(layer, RowParallelLinear)
     if parts[0].place is None:
-        sizes, outputs = [layer.output_size_per_partition], [layer.output_size]
+        sizes, outputs = [sum(layer.output_partition_sizes)], [layer.output_size]
     else:
         sizes, outputs = list(layer.output_partition_sizes), list(layer.output_sizes)
     if isinstance(layer, QKVParallelLinear):
         heads, kv_heads = layer.total_num_heads * layer.head_size, layer.total_num_kv_heads
         outputs = [heads, kv_heads * layer.head_size, kv_heads * layer.v_head_size]
         outputs = [sum(outputs)] if parts[0].place is None else outputs
-    a = torch.zeros(len(sizes) * rank, layer.input_size_per_partition, dtype=dtype)
+    a = torch.zeros(len(sizes) * rank, layer.input_size // layer.tp_size if rows else layer.input_size, dtype=dtype)
     b = torch.zeros(sum(sizes), rank, dtype=dtype)
     for name, part in parts:
         change, place = stored_change(stored, name), part or 0
