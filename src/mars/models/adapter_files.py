@@ -39,6 +39,11 @@ class AdapterFiles(NamedTuple):
             raise MarsError(f"{self.name} does not say which model it adapts: {advice}")
         return base["name"], base.get("revision")
 
+    @property
+    def belongs(self) -> str:
+        """How a message begins that refuses another model."""
+        return f"the adapter {self.name} belongs to {(self.config.get('base') or {}).get('name') or 'another model'}"
+
 
 def find_adapter(name: str, revision: str | None = None) -> AdapterFiles | None:
     """The gated adapter in a folder, in the folder ``mars`` in it, or in a hub repository; None if there is none."""
@@ -76,10 +81,7 @@ def _from_hub(name: str, file: str, revision: str | None) -> Path | None:
 
 def read_adapter(files: AdapterFiles, model: PreTrainedModel) -> GatedAdapter:
     """The adapter, attached to its base model; raises if it belongs to another one."""
-    try:
-        stored = load_file(files.weights)
-    except Exception as error:  # safetensors has errors of its own
-        raise MarsError(f"{files.weights} is damaged: {error}") from None
+    stored = read_weights(files)
     names = files.config["layers"]
     sizes = layer_sizes(model)
     _refuse_other_base(files, model, stored, names, sizes)
@@ -98,10 +100,18 @@ def read_adapter(files: AdapterFiles, model: PreTrainedModel) -> GatedAdapter:
     return adapter
 
 
+def read_weights(files: AdapterFiles) -> dict[str, Tensor]:
+    """All tensors of an adapter, as they are stored."""
+    try:
+        return load_file(files.weights)
+    except Exception as error:  # safetensors has errors of its own
+        raise MarsError(f"{files.weights} is damaged: {error}") from None
+
+
 def _refuse_other_base(
     files: AdapterFiles, model: PreTrainedModel, stored: dict[str, Tensor], names: list[str], sizes: dict[str, Any]
 ) -> None:
-    wrong = f"the adapter {files.name} belongs to {(files.config.get('base') or {}).get('name') or 'another model'}"
+    wrong = files.belongs
     missing = [name for name in names if name not in sizes]
     if missing:
         raise MarsError(f"{wrong}: this one has no linear layer {missing[0]}")
@@ -146,6 +156,18 @@ def quantised(name: str, tensor: Tensor) -> dict[str, Tensor]:
 def dequantised(stored: dict[str, Tensor], name: str) -> Tensor:
     tensor = stored[name]
     return tensor.float() * stored[name + SCALE] if name + SCALE in stored else tensor
+
+
+class Change(NamedTuple):
+    """The change of a layer: its output has ``b @ a @ input`` added."""
+
+    a: Tensor
+    b: Tensor
+
+
+def stored_change(stored: dict[str, Tensor], name: str) -> Change:
+    """The change of the layer of this name."""
+    return Change(*(dequantised(stored, f"{_weight(name)}.{each}") for each in "ab"))
 
 
 def _weight(name: str) -> str:

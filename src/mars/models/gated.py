@@ -168,10 +168,11 @@ def layer_sizes(model: PreTrainedModel, endings: list[str] | None = None) -> dic
 def fingerprint(model: PreTrainedModel, names: list[str]) -> Tensor:
     """Some values of each of these layers' weights, in float32."""
     weights = (model.get_submodule(name).weight for name in names)
-    return torch.cat([_samples(each) for each in (*weights, model.get_input_embeddings().weight)]).float().cpu()
+    return torch.cat([samples(each) for each in (*weights, model.get_input_embeddings().weight)]).float().cpu()
 
 
-def _samples(weight: Tensor) -> Tensor:
+def samples(weight: Tensor) -> Tensor:
+    """The values of a weight that are part of a fingerprint."""
     rows, columns = (torch.linspace(0, size - 1, SAMPLES).long().to(weight.device) for size in weight.shape)
     return weight.detach()[rows, columns]
 

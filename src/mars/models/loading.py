@@ -49,7 +49,7 @@ def load_checkpoint(
         adapter = adapter or builtin.ADAPTER
     elif adapter is None and name != builtin.BASE and (files := find_adapter(name)) is not None:
         adapter = name
-        if not _is_model(name):
+        if not is_model(name):
             name, revision = files.base
     device = _device(device)
     picked = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -112,7 +112,10 @@ def brings_adapter(name: str) -> bool:
 
 def is_put_together(name: str, adapter: str | Path | None) -> bool:
     """Do these weights exist in no folder or hub repository, because they are merged or converted on loading?"""
-    return adapter is not None or brings_adapter(name) or name == builtin.BASE or name.endswith(".gguf")
+    if adapter is not None or name == builtin.BASE or name.endswith(".gguf"):
+        return True
+    complete = name != builtin.NAME and find_adapter(_expand(name)) is not None and is_model(_expand(name))
+    return brings_adapter(name) and not complete
 
 
 def _expand(name: str | Path) -> str:
@@ -130,7 +133,7 @@ def source_folder(name: str) -> Path | None:
     return Path(name) if Path(name).is_dir() else Path(str(cached_file(name, "config.json"))).parent
 
 
-def _is_model(name: str) -> bool:
+def is_model(name: str) -> bool:
     """Does this folder or repository have a model of its own?"""
     try:
         AutoConfig.from_pretrained(name)

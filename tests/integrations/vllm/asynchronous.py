@@ -1,7 +1,8 @@
 """The asynchronous path: vLLM's second model runner, on a GPU, or on a CPU with all kernels interpreted.
 
-``python -m tests.integrations.vllm.asynchronous FOLDER`` generates with and without the plugin, and prints the results.
-It is a process of its own, since environment variables must be set before triton and vLLM are imported.
+``python -m tests.integrations.vllm.asynchronous FOLDER GATED`` generates without the plugin, with it and a gated
+adapter, and with it and a trained model, all with the same base weights, and prints the results. It is a process of its
+own, since environment variables must be set before triton and vLLM are imported.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ if not ON_GPU:
 
 ROWS = 6
 CROWD = 500 if ON_GPU else 30
-WORDS = list(range(11))
-"""All but the mask, which the plain model would generate; a request that allows only these does not take the argmax"""
+WORDS, ALL = list(range(11)), list(range(12))
+"""All but the trained model's mask, and all: a request with a list of allowed tokens does not take the argmax"""
 Answers = list[list[int]]
 
 
@@ -95,7 +96,7 @@ def write(llm: Any, count: int = ROWS, *, dial: str | None = None, **options: An
 
 
 def everything(llm: Any, *, plain: bool) -> dict[str, Any]:
-    """What must be the same with the plugin and without; the plain model is kept from generating masks."""
+    """What must be the same with the plugin and without; all are kept from generating the trained model's mask."""
     kinds: dict[str, Callable[[], Any]] = {
         "one": lambda: write(llm, 1, allowed_token_ids=WORDS),
         "many": lambda: write(llm, 2 * ROWS, allowed_token_ids=WORDS),
@@ -105,8 +106,8 @@ def everything(llm: Any, *, plain: bool) -> dict[str, Any]:
         "logprobs": lambda: logprobs(llm),
         "seeded": lambda: write(llm, 4, temperature=0.0, seed=3, allowed_token_ids=WORDS),
     }
+    kinds["greedy"] = lambda: write(llm, 2 * ROWS)
     if not plain:
-        kinds["greedy"] = lambda: write(llm, 2 * ROWS)
         kinds["one-token"] = lambda: write(llm, 4, dial="one-token")
     return {kind: timed(kind, made) for kind, made in kinds.items()}
 
@@ -165,9 +166,10 @@ PENALTIES: dict[str, Any] = {"repetition_penalty": 1.5, "frequency_penalty": 0.5
 
 def random_texts(llm: Any) -> dict[str, Answers]:
     """What requests with seeds sample, by their dial; some with truncation and penalties."""
-    more = {"top_k": 5, "top_p": 0.9, **PENALTIES}
+    allowed: dict[str, Any] = {"allowed_token_ids": WORDS}
+    more = {"top_k": 5, "top_p": 0.9, **PENALTIES, **allowed}
     return {dial: write(llm, 4, dial=dial, temperature=0.8, seed=5, **more) for dial in RANDOM} | {
-        f"plain {dial}": write(llm, 4, dial=dial, temperature=1.0, seed=7) for dial in RANDOM
+        f"plain {dial}": write(llm, 4, dial=dial, temperature=1.0, seed=7, **allowed) for dial in RANDOM
     }
 
 
@@ -237,7 +239,7 @@ def crowd(llm: Any, requests: int) -> dict[str, Any]:
     }
 
 
-def main(folder: str) -> dict[str, Any]:
+def main(folder: str, gated: str) -> dict[str, Any]:
     from mars.integrations.vllm import register
 
     if not ON_GPU:
@@ -249,7 +251,7 @@ def main(folder: str) -> dict[str, Any]:
         "plain sampled": timed("sampled", lambda: sampled(plain)),
     }
     plain.llm_engine.engine_core.shutdown()
-    mars = engine(folder, {})
+    mars = engine(gated, {})
     told["mars"] = everything(mars, plain=False)
     told["metrics"], told["state"] = metrics(mars), state(mars)
     told["mars sampled"] = timed("sampled", lambda: sampled(mars))
@@ -259,7 +261,7 @@ def main(folder: str) -> dict[str, Any]:
         before, start = state(mars), metrics(mars)
         told[dial] = {"text": write(mars, ROWS, dial=dial), "before": before, "after": state(mars)}
         told[dial]["metrics"] = {name: count - start[name] for name, count in metrics(mars).items()}
-        told[dial]["decided"] = write(mars, ROWS, dial=dial, allowed_token_ids=WORDS)
+        told[dial]["decided"] = write(mars, ROWS, dial=dial, allowed_token_ids=ALL)
     mars.collective_rpc("mars_turn", args=("one-token",))
     before, start = state(mars), metrics(mars)
     told["turned"] = {"text": write(mars, ROWS), "before": before, "after": state(mars)}
@@ -276,4 +278,4 @@ def main(folder: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1])))
+    print(json.dumps(main(*sys.argv[1:])))

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from mars.errors import MarsError
+from mars.integrations.vllm.launch import _checkpoint
+from mars.models import save_checkpoint
+from tests.integrations.vllm.conftest import tiny_gated
 
 
 def config(model: Path, **options: Any) -> Any:
@@ -20,7 +23,60 @@ def config(model: Path, **options: Any) -> Any:
 def test_what_vllm_is_told(model: Path) -> None:
     found = config(model)
     assert found.speculative_config.num_speculative_tokens == 6
-    assert found.additional_config["mars"] == {"mask": 16, "masks": 3, "dial": "exact", "windows": {}}
+    told, expected = found.additional_config["mars"], {"mask": 16, "masks": 3, "dial": "exact", "windows": {}}
+    assert {name: value for name, value in told.items() if value is not None} == expected
+
+
+@pytest.fixture
+def gated(tmp_path: Path) -> Path:
+    save_checkpoint(tiny_gated(), tmp_path / "gated")
+    return tmp_path / "gated"
+
+
+def test_a_gated_adapter_in_the_checkpoint_or_beside_it(gated: Path, tmp_path: Path) -> None:
+    found = config(gated)
+    told = found.additional_config["mars"]
+    assert (told["mask"], told["masks"], told["adapter"]) == (12, 3, str(gated))
+    alone = tmp_path / "adapter"
+    alone.mkdir()
+    (gated / "mars").rename(alone / "mars")
+    with pytest.raises(MarsError, match="no MARS settings"):
+        config(gated)
+    with pytest.raises(MarsError, match=r"is an adapter without its model: use --model tiny .*\"adapter\""):
+        config(alone)
+    apart = config(gated, speculative_config={"method": "mars", "adapter": str(alone)})
+    assert apart.additional_config["mars"]["adapter"] == str(alone)
+    assert apart.compute_hash() != found.compute_hash()  # their compiled code must not be mixed up
+    assert _checkpoint(str(gated), str(alone), tmp_path) == (["--model", str(gated)], {"adapter": str(alone)})
+    assert _checkpoint(str(alone), None, tmp_path) == (["--model", "tiny"], {"adapter": str(alone)})
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"enable_lora": True}, "leave out --enable-lora"),
+        ({"enable_dbo": True}, "leave out --enable-dbo"),
+        ({"speculative_config": {"method": "mars", "adapter": "nowhere"}}, "no gated adapter in 'nowhere'"),
+    ],
+)
+def test_what_gated_adapters_refuse(gated: Path, options: dict[str, Any], says: str) -> None:
+    assert _checkpoint(str(gated), None, gated) == (["--model", str(gated)], {})
+    with pytest.raises(MarsError, match=says):
+        config(gated, **options)
+
+
+def test_adapters_of_other_models_are_refused(gated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the weights as vLLM reads them."""
+    from safetensors.torch import load_file, save_file
+    from vllm import LLM
+
+    weights = load_file(gated / "model.safetensors")
+    weights["model.layers.1.self_attn.k_proj.weight"] += 0.01
+    save_file(weights, gated / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "enforce_eager": True}
+    with pytest.raises(MarsError, match=r"belongs to tiny: the weights of this one are others"):
+        LLM(str(gated), speculative_config={"method": "mars"}, **options)
 
 
 @pytest.mark.parametrize(

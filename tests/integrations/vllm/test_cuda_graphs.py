@@ -7,7 +7,8 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-from mars.integrations.vllm.cuda_graphs import init_candidates, plain_counts, sequence_counts
+from mars.integrations.vllm.cuda_graphs import capture, init_candidates, plain_counts, sequence_counts
+from mars.integrations.vllm.gated import step
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,21 @@ def test_padding_is_small() -> None:
 
 def test_without_the_method_nothing_changes() -> None:
     assert {each.uniform_token_count for each in manager(None)._capture_descs["full"]} == {7}
+
+
+def test_graphs_of_single_tokens_have_no_low_rank_products() -> None:
+    made = manager({4: 2, 9: 0})
+    seen: dict[int, set[bool]] = {}
+
+    def create(graph: Graph, warmup: bool) -> None:
+        seen.setdefault(graph.uniform_token_count or 0, set()).add(step.masks)
+
+    def original(_: Any, create: Any) -> None:
+        for graph in made._capture_descs["full"]:
+            create(graph, warmup=True)
+
+    capture(original, made, create)
+    assert seen == {7: {True}, 5: {True}, 1: {False}} and step.masks
 
 
 def test_counts() -> None:

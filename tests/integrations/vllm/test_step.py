@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from copy import deepcopy
 from itertools import accumulate
 from typing import Any
 
@@ -24,6 +25,7 @@ from mars.integrations.vllm.step import (
     step,
 )
 from mars.method.acceptance import MEASURES, Dial, DialTensors, decide
+from mars.method.markov import MarkovHead
 from mars.method.sampling import SamplingParams, SamplingTensors
 from mars.method.windows import Window, build_windows
 
@@ -38,14 +40,27 @@ dials = st.one_of(
 )
 
 
+def some_head() -> MarkovHead:
+    """Of whole numbers, so that all ways to compute it give the same."""
+    head = MarkovHead(VOCABULARY, 3).requires_grad_(False)
+    for weight in (head.before, head.after):
+        weight.copy_(torch.arange(weight.numel()).view_as(weight) * 7 % 5 - 2)
+    return head.to(DEVICE)
+
+
+HEAD = some_head()
+
+
 class Case:
     """Sequences with any window that vLLM may feed, with any dial, and logits for them."""
 
     def __init__(self, draw: Any, kinds: Any = dials) -> None:
         word = st.integers(0, VOCABULARY - 2)
+        self.mask: int = draw(st.sampled_from([MASK, VOCABULARY]))  # in the vocabulary, or a gated adapter's
+        self.head = draw(st.sampled_from([None, HEAD]))
         self.fed: list[list[int]] = []
         for _ in range(draw(st.integers(1, 5))):
-            behind = draw(st.sampled_from([[], [MASK] * 2, [MASK] * 4, [-1, -1], [MASK, -1]]))
+            behind = draw(st.sampled_from([[], [self.mask] * 2, [self.mask] * 4, [-1, -1], [self.mask, -1]]))
             self.fed.append(draw(st.lists(word, max_size=MASKS)) + behind)
         self.dials = [draw(kinds) for _ in self.fed]
         self.masks: int = draw(st.integers(0, MASKS))
@@ -67,7 +82,7 @@ class Case:
             kinds=None if self.exact else kinds.to(DEVICE),
             prefilling=None if prefilling is None else prefilling.to(DEVICE),
             counts=torch.zeros(len(COUNTED), dtype=torch.int64).to(DEVICE),
-            mask_token=MASK,
+            mask_token=self.mask,
             masks=self.masks,
             width=WIDTH,
         )
@@ -94,18 +109,20 @@ def same(left: StepOutputs, right: StepOutputs) -> None:
 def test_the_kernel_does_what_decide_does() -> None:
     """On the device where there is one; elsewhere the kernel is interpreted."""
     pytest.importorskip("triton")
-    from mars.integrations.vllm.kernel import greedy_step
+    from mars.integrations.vllm.kernel import add_head, greedy_step
 
     @settings(max_examples=150, deadline=None)
     @given(cases())
     def holds(case: Case) -> None:
         expected, found = case.inputs(), case.inputs()
-        outputs = step(
-            expected, case.logits, case.tensors(), sampling_of([SamplingParams()] * len(case.fed)), case.positions()
-        )
+        sampling = sampling_of([SamplingParams()] * len(case.fed))
+        outputs = step(expected, case.logits, case.tensors(), sampling, case.positions(), head=case.head)
         sequence = [number for number, each in enumerate(case.fed) for _ in range(len(each) + 1)]
         per_token = None if case.exact else select(case.tensors(), torch.tensor(sequence, device=DEVICE))
-        same(greedy_step(found, GreedyChoices.of(found.tokens, case.logits, per_token)), outputs)
+        choices = GreedyChoices.of(found.tokens, case.logits, per_token)
+        if case.head is not None:
+            choices = add_head(choices, found, case.logits, case.head, None if case.exact else case.tensors())
+        same(greedy_step(found, choices), outputs)
         assert found.counts.tolist() == expected.counts.tolist()
 
     holds()
@@ -129,16 +146,16 @@ def sampled_cases(draw: Any) -> tuple[Case, list[SamplingParams]]:
 def test_a_window_of_vllm_is_decided_as_our_own(drawn: tuple[Case, list[SamplingParams]]) -> None:
     """Our windows keep room for drafts that a sequence does not have; apart from that they are the same."""
     case, params = drawn
-    outputs = step(case.inputs(), case.logits, case.tensors(), sampling_of(params), case.positions())
+    outputs = step(case.inputs(), case.logits, case.tensors(), sampling_of(params), case.positions(), head=case.head)
     start = 0
     for number, (fed, dial) in enumerate(zip(case.fed, case.dials, strict=True)):
         rows, start = case.logits[start : start + len(fed) + 1], start + len(fed) + 1
-        drafts = [token for token in fed if token not in (MASK, -1)]
+        drafts = [token for token in fed if token not in (case.mask, -1)]
         masks = 0 if -1 in fed else min(len(fed) - len(drafts), case.masks)
         window = Window(MASKS, 1, MASKS)
         ours = build_windows(
             window,
-            MASK,
+            case.mask,
             last=torch.zeros(1, dtype=torch.long),
             drafts=torch.tensor([drafts + [0] * (MASKS - len(drafts))]),
             draft_count=torch.tensor([len(drafts)]),
@@ -156,6 +173,7 @@ def test_a_window_of_vllm_is_decided_as_our_own(drawn: tuple[Case, list[Sampling
             SamplingTensors.of([params[number]], VOCABULARY, MASK),
             positions=torch.tensor([3 * number]),
             emitted=torch.tensor([dial.kind == "threshold"]),
+            head=None if case.head is None else deepcopy(case.head).cpu(),
         )
         if case.prefilling is not None and case.prefilling[number]:
             assert outputs.emitted[number] == outputs.rejected[number] == 0
@@ -165,23 +183,25 @@ def test_a_window_of_vllm_is_decided_as_our_own(drawn: tuple[Case, list[Sampling
         assert outputs.rejected[number] == len(fed) + 1 - len(text)
         count = {"threshold": decision.trusted, "one-token": torch.zeros(1)}.get(dial.kind, decision.draft_count)
         following = decision.drafts[0, : int(count)].tolist() if masks else []
-        assert outputs.windows[number].tolist() == following + [MASK] * (WIDTH - len(following))
+        assert outputs.windows[number].tolist() == following + [case.mask] * (WIDTH - len(following))
 
 
 @settings(max_examples=30, deadline=None)
 @given(sampled_cases())
 def test_large_steps_are_decided_in_parts(drawn: tuple[Case, list[SamplingParams]]) -> None:
     case, params = drawn
-    whole = step(case.inputs(), case.logits, case.tensors(), sampling_of(params), case.positions())
+    parts = (case.logits, case.tensors(), sampling_of(params), case.positions(), None, case.head)
+    whole = step(case.inputs(), *parts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MOST_LOGITS", 2 * (WIDTH + 1) * VOCABULARY)
-        same(step(case.inputs(), case.logits, case.tensors(), sampling_of(params), case.positions()), whole)
+        same(step(case.inputs(), *parts), whole)
 
 
 @pytest.mark.parametrize("dial", ["threshold=0", "relaxed=0.01", "exact"])
 def test_no_dial_accepts_what_is_banned(dial: str) -> None:
     """Neither by a grammar, whose bans are in the logits, nor by one that has not validated the draft."""
     case = Case.__new__(Case)
+    case.mask, case.head = MASK, None
     case.fed, case.dials, case.masks, case.prefilling, case.exact = (
         [[1, 2, MASK, MASK]],
         [Dial.parse(dial)],
@@ -210,7 +230,7 @@ def test_greedy_choices_leave_out_what_no_dial_needs() -> None:
     exact, relaxed, threshold = (
         DialTensors.of([Dial.parse(each)] * 3) for each in ("exact", "relaxed=0.5", "threshold=0.5")
     )
-    assert GreedyChoices.of(tokens, logits, exact)[1:] == (None, None)
+    assert GreedyChoices.of(tokens, logits, exact)[1:] == (None, None, None)
     assert GreedyChoices.of(tokens, logits, relaxed).confident is None
     assert GreedyChoices.of(tokens, logits, threshold).tolerated is None
 
@@ -219,21 +239,33 @@ COMPILE = """
 import itertools, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from mars.integrations.vllm.kernel import _step
+from mars.integrations.vllm.kernel import _add_change, _add_head, _step
+
+def build(kernel, pointers, numbers, constants, warps):
+    signature = pointers | dict.fromkeys(numbers, "i32") | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, signature, constants)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["cubin"]
 
 pointers = {"tokens": "*i32", "starts": "*i32", "slots": None, "kinds": "*i32", "prefilling": "*u8", "argmax": "*i64"}
-pointers |= {"tolerated": "*u8", "confident": "*u8", "sampled": "*i64", "emitted": "*i32", "rejected": "*i32"}
-pointers |= {"windows": "*i64", "counts": "*i64"}
-for slots, kinds, prefilling, tolerated, confident in itertools.product(["*i32", "*i64"], *[[True, False]] * 4):
-    if (tolerated or confident) and not kinds:
+pointers |= {"tolerated": "*u8", "confident": "*u8", "drafted": "*i64", "sampled": "*i64", "emitted": "*i32"}
+pointers |= {"rejected": "*i32", "windows": "*i64", "counts": "*i64"}
+for slots, *there in itertools.product(["*i32", "*i64"], *[[True, False]] * 5):
+    given = dict(zip(["kinds", "prefilling", "tolerated", "confident", "drafted"], there))
+    if (given["tolerated"] or given["confident"]) and not given["kinds"]:
         continue
-    given = {"kinds": kinds, "prefilling": prefilling, "tolerated": tolerated, "confident": confident}
     constants = {"WIDTH": 6, "BLOCK": 16, "ONE_TOKEN": 0, "THRESHOLD": 3}
     constants |= {name: None for name, there in given.items() if not there}
     signature = {name: kind for name, kind in (pointers | {"slots": slots}).items() if given.get(name, True)}
-    signature |= {"mask_token": "i32", "masks": "i32"} | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(_step, signature, constants)
-    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["cubin"]
+    build(_step, signature, ["mask_token", "masks"], constants, 1)
+for kind, first in itertools.product(["*bf16", "*fp32"], [True, False]):
+    pointers = {"tokens": "*i32", "starts": "*i32", "logits": kind, "previous": "*i64", "before_weight": kind}
+    pointers |= {"after_weight": kind, "output": "*fp32"}
+    constants = {"FIRST": first, "RANK": 128, "BLOCK": 16, "SEQUENCES": 16, "WORDS": 64, "RANKS": 64}
+    build(_add_head, pointers, ["stride", "mask_token", "sequences", "vocabulary", "index"], constants, 4)
+for kind, rows in itertools.product(["*bf16", "*fp32"], [16, 64]):
+    pointers = {"y": kind, "low": kind, "b": kind, "gate": "*u8", "tiles": "*i32"}
+    constants = {"RANK": 96, "ROWS": rows, "COLUMNS": 32, "RANKS": 64}
+    build(_add_change, pointers, ["rows", "y_stride", "low_stride"], constants, 4)
 """
 
 

@@ -9,43 +9,63 @@ from typing import Any
 
 import pytest
 
+import mars
 from mars.models import save_checkpoint
-from tests.conftest import MASK, VOCABULARY, tiny_checkpoint
-from tests.integrations.vllm.conftest import MARS, SEQUENCES, engine
+from tests.integrations.vllm.conftest import MARS, SEQUENCES, engine, tiny, tiny_gated
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model whose heads can be shared out; so small a vocabulary that its masks guess right now and then."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    save_checkpoint(tiny_checkpoint("llama", hidden_size=128, intermediate_size=128, head_dim=32), folder)
+    save_checkpoint(tiny(), folder)
     return folder
 
 
-def write(llm: Any) -> list[list[int]]:
+@pytest.fixture(scope="module")
+def gated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "gated"
+    save_checkpoint(tiny_gated(), folder)
+    return folder
+
+
+PROMPTS = [[(7 * n + 3 * k) % 10 for k in range(3 + n)] for n in range(SEQUENCES)]
+
+
+def write(llm: Any, **options: Any) -> list[list[int]]:
     from vllm import SamplingParams
 
-    without_mask = [token for token in range(VOCABULARY) if token != MASK]
-    params = SamplingParams(
-        temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False, allowed_token_ids=without_mask
-    )
-    prompts = [{"prompt_token_ids": [(7 * n + 3 * k) % 10 for k in range(3 + n)]} for n in range(SEQUENCES)]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False, **options)
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)]
 
 
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> list[list[int]]:
-    with engine(folder, max_model_len=128) as llm:
-        return write(llm)
+def write_by_grammar(llm: Any) -> list[int]:
+    """A text that a grammar allows: masks are no tokens of it."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    structured = StructuredOutputsParams(regex="[a-d]{12}")
+    params = SamplingParams(temperature=0.0, max_tokens=14, detokenize=False, structured_outputs=structured)
+    return list(llm.generate([{"prompt_token_ids": PROMPTS[0]}], params, use_tqdm=False)[0].outputs[0].token_ids)
 
 
-def test_two_ranks(folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_with_a_gated_adapter(gated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text is the base model's, and masks predict what they predict in our own engine."""
+    penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.4}
+    with engine(gated, max_model_len=128) as llm:
+        expected, penalised = write(llm), write(llm, **penalties)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # there may be fewer cores than ranks
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    with engine(folder, max_model_len=128, **MARS, **two) as llm:
+    with engine(gated, max_model_len=128, **MARS, **two) as llm:
         assert write(llm) == expected
         first, second = llm.collective_rpc("mars_state")
         assert first == second and first["accepted"] > 20
+        unverified = write(llm, extra_args={"dial": "threshold=0"})
+        model = mars.load(gated, device="cpu", dtype="float32")
+        after_one = [prompt + text[:1] for prompt, text in zip(PROMPTS, unverified, strict=True)]
+        ours = model.generate(after_one, dial="threshold=0", window="chain", max_new_tokens=39, ignore_end=True)
+        assert [each.token_ids for each in ours] == [text[1:] for text in unverified]  # no masks behind a prompt here
+        assert write(llm, **penalties) == penalised
         llm.collective_rpc("mars_turn", args=("one-token",))
         assert write(llm) == expected
         assert [each["dial"] for each in llm.collective_rpc("mars_state")] == ["one-token"] * 2
@@ -54,20 +74,17 @@ def test_two_ranks(folder: Path, expected: list[list[int]], monkeypatch: pytest.
 def sampled(llm: Any) -> Counter[tuple[int, ...]]:
     from vllm import SamplingParams
 
-    without_mask = [token for token in range(VOCABULARY) if token != MASK]
-    params = SamplingParams(
-        temperature=0.7, max_tokens=8, ignore_eos=True, detokenize=False, allowed_token_ids=without_mask
-    )
+    params = SamplingParams(temperature=0.7, max_tokens=8, ignore_eos=True, detokenize=False)
     answers = llm.generate([{"prompt_token_ids": [3, 1, 4, 1, 5]}] * 4000, params, use_tqdm=False)
     return Counter(tuple(each.outputs[0].token_ids[2:4]) for each in answers)
 
 
-def test_sampling_has_the_same_distribution(folder: Path) -> None:
+def test_sampling_has_the_same_distribution(gated: Path) -> None:
     from scipy.stats import chi2_contingency
 
-    with engine(folder, max_model_len=128) as llm:
+    with engine(gated, max_model_len=128) as llm:
         theirs = sampled(llm)
-    with engine(folder, max_model_len=128, **MARS) as llm:
+    with engine(gated, max_model_len=128, **MARS) as llm:
         mine = sampled(llm)
         assert llm.collective_rpc("mars_state")[0]["accepted"] > 100
     common = [text for text, count in (mine + theirs).most_common() if count >= 20]
@@ -105,10 +122,13 @@ def random_texts(llm: Any, dial: str, **options: Any) -> list[tuple[list[int], l
     return found
 
 
-@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-def test_sampling_with_a_seed(folder: Path, mode: str) -> None:
+@pytest.mark.parametrize(("kind", "mode"), [("folder", "raw_logprobs"), ("gated", "processed_logprobs")])
+def test_sampling_with_a_seed(request: pytest.FixtureRequest, kind: str, mode: str) -> None:
     """With windows and without, together or alone: one text, with penalties and truncation. Lossy dials obey both."""
-    with engine(folder, max_model_len=128, logprobs_mode=mode, **MARS) as llm:
+    options = {"logprobs_mode": mode, "structured_outputs_config": {"backend": "guidance"}}
+    with engine(request.getfixturevalue(kind), max_model_len=128, **options, **MARS) as llm:
+        text = write_by_grammar(llm)
+        assert len(text) in (12, 13) and set(text[:12]) <= set(range(4))
         expected = random_texts(llm, "one-token", top_k=6, top_p=0.95)
         before = llm.collective_rpc("mars_state")[0]["accepted"]
         assert random_texts(llm, "exact", top_k=6, top_p=0.95) == expected

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from mars.errors import MarsError
-from mars.integrations.vllm import hooks
-from mars.integrations.vllm.cuda_graphs import init_candidates
+from mars.integrations.vllm import gated, hooks
+from mars.integrations.vllm.cuda_graphs import capture, init_candidates
 from mars.integrations.vllm.hooks import Method
-from mars.integrations.vllm.kernel import greedy_step
+from mars.integrations.vllm.kernel import add_head, greedy_step
 from mars.integrations.vllm.options import has_seed, is_used, log, own_dial, own_sampling
 from mars.integrations.vllm.step import (
     KINDS,
@@ -31,7 +31,6 @@ from mars.integrations.vllm.step import (
     step,
     token_scores,
 )
-from mars.integrations.vllm.synchronous import ban_mask_token
 from mars.method.acceptance import Dial, DialFeatures, DialTensors
 from mars.method.sampling import SamplingParams, SamplingTensors
 from mars.method.tensors import send
@@ -123,10 +122,10 @@ class Speculator(Drafter):
         self.requests.set_dial(dial)
 
     def attach(self, runner: Any) -> None:
-        """When the model is loaded: ban the mask token, and put our samplers in front of vLLM's."""
+        """When the model is loaded: attach the adapter, and put our samplers in front of vLLM's."""
         if getattr(runner, "batch_sharder", None) is not None:
             raise MarsError("mars needs all logits on one rank: leave out the sharded sampler")
-        ban_mask_token(runner.model, self.mask_token)
+        self.prepare(runner.model)
         if runner.sampler is None:
             return
         from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -158,7 +157,11 @@ class Speculator(Drafter):
         types = (torch.int32, torch.int64)  # of slots: vLLM's versions differ
         for (kinds, tolerated, confident), prefilling, kind in product(variants, given, types):
             inputs = StepInputs(tokens, starts, slots.to(kind), kinds, prefilling, *self._layout)
-            greedy_step(inputs, GreedyChoices(tokens.long(), tolerated, confident))
+            choices = GreedyChoices(torch.zeros_like(tokens, dtype=torch.int64), tolerated, confident)
+            if self.head is not None:
+                logits = torch.zeros((len(tokens), len(self.head.after)), dtype=self.head.after.dtype, device=device)
+                choices = add_head(choices, inputs, logits, self.head, None)._replace(confident=confident)
+            greedy_step(inputs, choices)
         self.reset_counts()
 
     @property
@@ -183,7 +186,11 @@ class Speculator(Drafter):
         if invalid_drafts is None and self._takes_argmax(batch):
             lossy = inputs.kinds is not None
             dials = self.requests.dials(batch.expanded_idx_mapping, slots) if lossy else None
-            outputs = greedy_step(inputs, GreedyChoices.of(inputs.tokens, logits, dials))
+            choices = GreedyChoices.of(inputs.tokens, logits, dials)
+            if self.head is not None:
+                dials = self.requests.dials(batch.idx_mapping, slots) if lossy else None
+                choices = add_head(choices, inputs, logits, self.head, dials)
+            outputs = greedy_step(inputs, choices)
         else:
             outputs, logprobs = self._decide(inputs, logits, batch, invalid_drafts)
         self._next = outputs.windows
@@ -219,7 +226,7 @@ class Speculator(Drafter):
         dials = self.requests.dials(batch.idx_mapping, batch.idx_mapping_np)
         sampling = [self.requests.sampling[slot] for slot in batch.idx_mapping_np]
         tensors = SamplingTensors.of(sampling, logits.shape[1], device=logits.device)
-        outputs = step(inputs, adjusted, dials, tensors, positions[inputs.starts[:-1].long()], barred)
+        outputs = step(inputs, adjusted, dials, tensors, positions[inputs.starts[:-1].long()], barred, self.head)
         most = self._vllm.sampling_states.max_num_logprobs(batch.idx_mapping_np)
         if most < 0:
             return outputs, None
@@ -277,6 +284,7 @@ def install() -> None:
             (runner, "execute_model", _execute_model, "vLLM 0.24 tells no speculator how long the next windows are"),
             (runner, "sample_tokens", _sample_tokens, "steps without windows should cost what they do without mars"),
             (Graphs, "_init_candidates", init_candidates, "vLLM captures no graphs of windows shorter than a full one"),
+            (Graphs, "capture", capture, "graphs of single tokens need no low-rank products"),
             (Worker, "compile_or_warm_up_model", _warm_up, "vLLM's own requests at start-up should not be counted"),
         )
     )
@@ -292,14 +300,20 @@ def _init_speculator(original: Method, vllm_config: Any, device: Any, *others: A
 def _load_model(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(self, *args, **kwargs)
     if isinstance(self.speculator, Speculator):
+        before = torch.cuda.memory_allocated()
         self.speculator.attach(self)
+        self.model_memory_usage += torch.cuda.memory_allocated() - before  # the adapter's: vLLM plans with it
     return result
 
 
 def _execute_model(original: Method, self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(speculator := self.speculator, Speculator):
         speculator.masks = scheduler_output.num_spec_tokens_to_schedule // 2
-    return original(self, scheduler_output, *args, **kwargs)
+        gated.step.masks = bool(scheduler_output.scheduled_spec_decode_tokens or kwargs.get("dummy_run"))
+    try:
+        return original(self, scheduler_output, *args, **kwargs)
+    finally:
+        gated.step.masks = True
 
 
 def _sample_tokens(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:

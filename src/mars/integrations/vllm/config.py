@@ -4,9 +4,12 @@ On a GPU the asynchronous path: vLLM's second model runner, to which our specula
 Otherwise, or where asynchronous scheduling is switched off, the synchronous one: the first runner with a proposer.
 """
 
+import json
 import os
 from contextlib import suppress
 from dataclasses import asdict, replace
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
@@ -16,6 +19,7 @@ from mars.integrations.vllm import endpoints, hooks
 from mars.integrations.vllm.cuda_graphs import capture_sizes
 from mars.integrations.vllm.hooks import Method
 from mars.integrations.vllm.options import METHOD, Options, is_used, log, own_dial, parse_dial
+from mars.models.adapter_files import AdapterFiles, find_adapter
 from mars.models.settings import Settings
 
 OLDEST, NEWEST = (0, 24), (0, 32)
@@ -28,7 +32,7 @@ FREE_OPERATIONS = 2.4e12
 """Operations of a step that takes no longer than the host needs to prepare one: small models may feed more tokens"""
 MOST_SEQUENCES = 256
 """Most sequences with windows, unless the option ``windows`` says otherwise: each count needs a CUDA graph"""
-OPTIONS = ("dial", "masks", "windows")
+OPTIONS = ("dial", "masks", "windows", "adapter")
 
 
 def install() -> None:
@@ -95,7 +99,8 @@ def translate(arguments: Any) -> None:
         setattr(arguments, option, value)
     if arguments.pipeline_parallel_size > 1:
         raise MarsError("mars needs all layers in one place: use --tensor-parallel-size, not --pipeline-parallel-size")
-    settings = _settings(arguments)
+    files = _adapter(arguments, asked.get("adapter"))
+    settings = _settings(arguments) if files is None else Settings.of(files.config)
     most = settings.block_size - 1
     masks = _whole("masks", asked.get("masks", most), 1, most)
     windows = asked.get("windows", {})
@@ -107,6 +112,10 @@ def translate(arguments: Any) -> None:
         dial=str(parse_dial(asked.get("dial", settings.dial))),
         windows={int(fewest): _whole("windows", count, 0, masks) for fewest, count in windows.items()},
     )
+    if files is not None:
+        digest = blake2b(json.dumps(files.config, sort_keys=True).encode(), digest_size=8).hexdigest()
+        revision = None if asked.get("adapter") else arguments.revision
+        options = replace(options, adapter=files.name, adapter_revision=revision, adapter_digest=digest)
     arguments.speculative_config = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 2 * masks}
     if asynchronous:
         if "windows" not in asked:
@@ -114,6 +123,23 @@ def translate(arguments: Any) -> None:
         _use_second_runner(arguments, options)
     arguments.additional_config = {**(arguments.additional_config or {}), METHOD: asdict(options)}
     endpoints.install()
+
+
+def _adapter(arguments: Any, name: Any) -> AdapterFiles | None:
+    """The gated adapter: the one that is asked for, else the checkpoint's own; or a message why it cannot be used."""
+    files = find_adapter(str(name or arguments.model), None if name else arguments.revision)
+    if name is not None and files is None:
+        raise MarsError(f"adapter: there is no gated adapter in {name!r}")
+    if files is None:
+        return None
+    if name is None and Path(arguments.model).is_dir() and not (Path(arguments.model) / "config.json").is_file():
+        base, advice = files.base[0], f'--speculative-config \'{{"method": "mars", "adapter": "{arguments.model}"}}\''
+        raise MarsError(f"{arguments.model} is an adapter without its model: use --model {base} {advice}")
+    if arguments.enable_lora:
+        raise MarsError("mars cannot change layers that have LoRA adapters: leave out --enable-lora, or merge the LoRA")
+    if getattr(arguments, "enable_dbo", False):
+        raise MarsError("mars needs all tokens of a step together: leave out --enable-dbo")
+    return files
 
 
 def _is_asynchronous(arguments: Any) -> bool:
@@ -176,7 +202,9 @@ def _settings(arguments: Any) -> Settings:
         settings = Settings.read(GenerationConfig.from_pretrained(source, revision=arguments.revision))
     if settings is None:
         advice = "train it with `mars train`, or leave out the method mars"
-        raise MarsError(f"{arguments.model} has no MARS settings in its generation_config.json: {advice}")
+        raise MarsError(
+            f"{arguments.model} has no MARS settings in mars/config.json or generation_config.json: {advice}"
+        )
     return settings
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from mars.integrations.vllm import gated
 from mars.integrations.vllm.hooks import Method
 from mars.integrations.vllm.options import Options, is_used
 
@@ -51,6 +52,19 @@ def init_candidates(original: Method, self: Any) -> None:
     for length in sorted(lengths):
         counts = plain_counts(self.max_num_reqs) if length == 1 else sequence_counts(self.max_num_reqs)
         _add(self, mode, length, counts)
+
+
+def capture(original: Method, self: Any, create_forward: Method, *args: Any, **kwargs: Any) -> Any:
+    """Hook of vLLM's graph manager: a step in which all sequences have one token feeds no masks."""
+
+    def create(graph: Any, *others: Any, **options: Any) -> Any:
+        gated.step.masks = graph.uniform_token_count != 1  # until the next graph is prepared
+        return create_forward(graph, *others, **options)
+
+    try:
+        return original(self, create, *args, **kwargs)
+    finally:
+        gated.step.masks = True
 
 
 def _add(manager: Any, mode: Any, length: int, counts: Iterable[int]) -> None:

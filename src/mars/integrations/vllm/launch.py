@@ -12,6 +12,8 @@ from pathlib import Path
 
 from mars.errors import MarsError, how_to_install
 from mars.models import load_checkpoint, save_checkpoint
+from mars.models.adapter_files import find_adapter
+from mars.models.builtin import BASE, NAME
 from mars.models.loading import is_put_together
 
 SERVER = "vllm.entrypoints.openai.api_server"
@@ -35,7 +37,9 @@ def serve(
         raise MarsError(f"vllm is not installed: {how_to_install('vllm')}")
     asked = {"method": "mars"} | ({} if dial is None else {"dial": dial})
     with tempfile.TemporaryDirectory(prefix="mars-vllm-") as scratch:
-        command = [sys.executable, "-m", SERVER, "--model", _checkpoint(model, adapter, Path(scratch))]
+        options, apart = _checkpoint(model, adapter, Path(scratch))
+        asked |= apart
+        command = [sys.executable, "-m", SERVER, *options]
         command += ["--served-model-name", name or model, "--host", host, "--port", str(port)]
         command += [
             "--max-num-seqs",
@@ -51,12 +55,19 @@ def serve(
         return process.wait()
 
 
-def _checkpoint(model: str, adapter: str | None, scratch: Path) -> str:
-    """A name or folder that vLLM can load; a checkpoint with an adapter is merged and saved first."""
+def _checkpoint(model: str, adapter: str | None, scratch: Path) -> tuple[list[str], dict[str, str]]:
+    """Options that name a model which vLLM can load, and those of the plugin that name a gated adapter beside it.
+
+    What exists in no folder or hub repository is merged or converted, and saved first.
+    """
     if not is_put_together(model, adapter):
-        return model
+        return ["--model", model], {}
+    files = None if model in (NAME, BASE) else find_adapter(adapter or model)
+    if files is not None and not model.endswith(".gguf"):
+        base, revision = (model, None) if adapter else files.base
+        return ["--model", base, *(["--revision", revision] if revision else [])], {"adapter": files.name}
     save_checkpoint(load_checkpoint(model, adapter=adapter, device="cpu"), scratch / "model")
-    return str(scratch / "model")
+    return ["--model", str(scratch / "model")], {}
 
 
 def _memory(share: float | None) -> list[str]:

@@ -9,23 +9,38 @@ from typing import Any
 from mars.errors import MarsError
 from mars.method.acceptance import Dial
 from mars.method.sampling import LARGEST, SamplingParams
+from mars.models.adapter_files import AdapterFiles, find_adapter
 
 METHOD = "mars"  # the method's name in ``--speculative-config``, and the key of its options in ``additional_config``
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The mask token, the most masks per window, the dial of requests without one, and masks by the load."""
+    """The mask token, the most masks per window, the dial of requests without one, masks by the load, the adapter.
+
+    All of it is part of the key of vLLM's compile cache, and so is the adapter's shape by ``adapter_digest``.
+    """
 
     mask: int
     masks: int
     dial: str
     windows: dict[int, int]  # masks per window from so many running sequences on
+    adapter: str | None = None  # folder or hub id of a gated adapter
+    adapter_revision: str | None = None
+    adapter_digest: str | None = None  # of the adapter's config
 
     @classmethod
     def read(cls, vllm_config: Any) -> Options:
         stored = vllm_config.additional_config[METHOD]
         return cls(**stored | {"windows": {int(fewest): masks for fewest, masks in stored["windows"].items()}})
+
+    def find_adapter(self) -> AdapterFiles | None:
+        """The files of the gated adapter."""
+        if self.adapter is None:
+            return None
+        if (files := find_adapter(self.adapter, self.adapter_revision)) is None:
+            raise MarsError(f"{self.adapter} has no gated adapter on this machine")
+        return files
 
     def masks_for(self, sequences: int) -> int:
         """Masks per window while so many sequences are running."""

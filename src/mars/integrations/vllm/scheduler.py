@@ -3,6 +3,7 @@
 Mask tokens are always rejected: counted as drafts, they would lower the acceptance rate.
 """
 
+from importlib import import_module
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -23,6 +24,8 @@ class UnpaddedScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.options = Options.read(self.vllm_config)
+        if self.options.adapter is not None:
+            _hide_masks(self.options.mask)
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
 
 
@@ -112,6 +115,23 @@ class AsyncMarsScheduler(UnpaddedScheduler, AsyncScheduler):
         return super().make_spec_decoding_stats(
             spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id
         )
+
+
+_outside: set[int] = set()  # mask tokens that are outside the vocabulary
+
+
+def _hide_masks(mask_token: int) -> None:
+    """Grammars must not see a token outside the vocabulary: one backend warns of it, another one gives up."""
+    backends = ("guidance", "lm_format_enforcer", "outlines", "xgrammar")
+    modules = [import_module(f"vllm.v1.structured_output.backend_{name}") for name in backends]
+    reason = "it gets drafts and masks, and need not know what a mask is"
+    classes = modules[0].StructuredOutputGrammar.__subclasses__()
+    hooks.install((each, "validate_tokens", _validate_tokens, reason) for each in classes)
+    _outside.add(mask_token)
+
+
+def _validate_tokens(original: Method, self: Any, tokens: list[int]) -> list[int]:
+    return original(self, tokens[: next((n for n, token in enumerate(tokens) if token in _outside), len(tokens))])
 
 
 def _follow_dial() -> None:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from mars.integrations.vllm.gated import attach, watch
 from mars.integrations.vllm.options import Options
 from mars.integrations.vllm.window import read_windows
 from mars.method.acceptance import Decision, Dial, DialTensors, Kind, confidence, decide, leading, within_tolerance
+from mars.method.markov import MarkovHead
 from mars.method.sampling import SamplingParams, SamplingTensors
 from mars.method.windows import WindowBatch
 
@@ -34,8 +37,18 @@ class Drafter:
 
     def __init__(self, vllm_config: Any, device: torch.device | str) -> None:
         self.options = Options.read(vllm_config)
+        self.head: MarkovHead | None = None
+        self._config, self._files = vllm_config, self.options.find_adapter()
+        self._watched = {} if self._files is None else watch(self._files)
         self.counted = torch.zeros(len(COUNTED), dtype=torch.int64, device=device)  # counts of steps with windows
         self.single = 0  # forwards of sequences without windows, each of which emits one token
+
+    def prepare(self, target: Any) -> None:
+        """When the model is loaded, and before it is compiled: attach the adapter, and ban the mask token."""
+        if self._files is not None:
+            self.head = attach(target, self._files, self._watched, self._config)
+        else:
+            ban_mask_token(target, self.options.mask)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -46,6 +59,20 @@ class Drafter:
     def reset_counts(self) -> None:
         self.counted.zero_()
         self.single = 0
+
+
+def ban_mask_token(target: Any, mask_token: int) -> None:
+    """No text ever contains the mask token: set its logit to minus infinity wherever logits are computed."""
+    compute = target.compute_logits
+
+    @wraps(compute)
+    def compute_logits(*args: Any, **kwargs: Any) -> Tensor | None:
+        logits = compute(*args, **kwargs)
+        if logits is not None:  # only some ranks have them
+            logits[:, mask_token] = -torch.inf
+        return logits
+
+    target.compute_logits = compute_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +114,8 @@ class GreedyChoices(NamedTuple):
     """Is the token fed behind this one a draft that ``relaxed`` accepts? None: no sequence has that dial"""
     confident: Tensor | None = None
     """Is the prediction here confident enough for ``threshold``? None: no sequence has that dial"""
+    drafted: Tensor | None = None
+    """(masks, sequences): what the masks predict with a Markov head; ``confident`` has the same shape then"""
 
     @classmethod
     def of(cls, tokens: Tensor, logits: Tensor, dials: DialTensors | None) -> GreedyChoices:
@@ -96,7 +125,7 @@ class GreedyChoices(NamedTuple):
             return cls(argmax)
         rows, tolerated, confident = logits.float()[:, None], None, None
         if dials.features.relaxes:
-            drafts = tokens.long().roll(-1).clamp(min=0)[:, None]
+            drafts = tokens.long().roll(-1).clamp(0, logits.shape[1] - 1)[:, None]
             tolerated = within_tolerance(rows, rows, drafts, dials.tolerance)[:, 0].view(torch.uint8)
         if dials.features.measures:
             confident = (confidence(rows, dials)[:, 0] >= dials.trust).view(torch.uint8)
@@ -114,11 +143,12 @@ def step(
     sampling: SamplingTensors,
     positions: Tensor,
     barred: Tensor | None = None,
+    head: MarkovHead | None = None,
 ) -> StepOutputs:
     """A step of any sequences. ``logits`` (tokens, vocabulary) are adjusted by vLLM.
 
     ``dials``, ``sampling`` and ``positions`` (of the last tokens) have an entry per sequence. ``barred`` (tokens,)
-    marks drafts that must not be accepted because a grammar did not validate them.
+    marks drafts that must not be accepted because a grammar did not validate them. ``head`` adds to the masks' logits.
     """
     sequences, size = len(inputs.slots), max(1, MOST_LOGITS // ((inputs.width + 1) * logits.shape[1]))
     if sequences > size:
@@ -127,7 +157,7 @@ def step(
             part = slice(begin, min(begin + size, sequences))
             names = (*SamplingTensors.FLOATS, *SamplingTensors.INTEGERS)
             some = replace(sampling, **{name: getattr(sampling, name)[part] for name in names})
-            parts.append(step(inputs.part(part), logits, select(dials, part), some, positions[part], barred))
+            parts.append(step(inputs.part(part), logits, select(dials, part), some, positions[part], barred, head))
         return StepOutputs(*map(torch.cat, zip(*parts, strict=True)))
     layout = {"mask_token": inputs.mask_token, "width": inputs.width, "masks": inputs.masks}
     windows = read_windows(inputs.tokens, inputs.starts, **layout)
@@ -135,7 +165,7 @@ def step(
         windows = _without_banned(windows, logits, barred)
     kinds = None if inputs.kinds is None else inputs.kinds[inputs.slots.long()]
     emitted = torch.zeros_like(positions, dtype=torch.bool) if kinds is None else kinds == THRESHOLD
-    decision = decide(windows, logits, dials, sampling, positions=positions, emitted=emitted)
+    decision = decide(windows, logits, dials, sampling, positions=positions, emitted=emitted, head=head)
     return _outputs(inputs, windows, decision, kinds)
 
 

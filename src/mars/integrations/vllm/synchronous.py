@@ -4,7 +4,7 @@ vLLM asks the proposer for the next windows by itself, and ``load_model`` gives 
 
 import sys
 from collections.abc import Sequence
-from functools import partial, wraps
+from functools import partial
 from hashlib import blake2b
 from itertools import accumulate
 from typing import Any
@@ -32,7 +32,7 @@ class Proposer(Drafter):
         install()
 
     def load_model(self, target: Any) -> None:
-        ban_mask_token(target, self.options.mask)
+        self.prepare(target)
 
     def propose(self, sampled: Sequence[Sequence[int]], *_: Any, **__: Any) -> list[list[int]]:
         """For every sequence the tokens behind its newest one; none while its prompt is prefilled."""
@@ -73,7 +73,7 @@ class Proposer(Drafter):
         adjusted, sampling = _adjust(runner, logits, metadata), self._sampling(runner)
         tensors = SamplingTensors.of(sampling, logits.shape[1], device=device)
         positions = send(torch.tensor(runner.input_batch.num_tokens_no_spec[:count]).long() - 1, device)
-        outputs = step(inputs, adjusted, DialTensors.of(dials, device), tensors, positions)
+        outputs = step(inputs, adjusted, DialTensors.of(dials, device), tensors, positions, head=self.head)
         windows = outputs.windows[:, : 2 * masks].tolist()
         self._next = [each if dial.uses_masks else [] for each, dial in zip(windows, dials, strict=True)]
         sampled = outputs.sampled[:, : metadata.max_spec_len + 1].int().contiguous()
@@ -113,20 +113,6 @@ def _no_drafts(count: int, device: torch.device) -> Any:
 
     none, rows = torch.zeros(0, dtype=torch.int32, device=device), torch.arange(count, device=device)
     return SpecDecodeMetadata(none, [0] * count, torch.zeros_like(rows), rows + 1, none, rows, rows)
-
-
-def ban_mask_token(target: Any, mask_token: int) -> None:
-    """No text ever contains the mask token: set its logit to minus infinity wherever logits are computed."""
-    compute = target.compute_logits
-
-    @wraps(compute)
-    def compute_logits(*args: Any, **kwargs: Any) -> Tensor | None:
-        logits = compute(*args, **kwargs)
-        if logits is not None:  # only some ranks have them
-            logits[:, mask_token] = -torch.inf
-        return logits
-
-    target.compute_logits = compute_logits
 
 
 def install() -> None:

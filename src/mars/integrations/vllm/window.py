@@ -27,6 +27,7 @@ def read_windows(tokens: Tensor, starts: Tensor, *, mask_token: int, width: int,
     before = leading(window[:, 1:] != mask_token)  # tokens between the last token and the first mask
 
     drafts, verified = window[:, 1 : width // 2 + 1], column[: width // 2 + 1]
+    is_draft = (drafts != mask_token) & (drafts >= 0)
     padded = (window < 0).any(1)
     mask_count = torch.where(padded, 0, lengths - before).clamp(max=masks)
     group_exists = (verified == before[:, None]) & (mask_count > 0)[:, None]
@@ -39,8 +40,8 @@ def read_windows(tokens: Tensor, starts: Tensor, *, mask_token: int, width: int,
             position=column.expand_as(window),
             reach=torch.where(is_mask, before[:, None], column),
         ),
-        drafts=drafts.clamp(min=0),
-        draft_count=leading((drafts != mask_token) & (drafts >= 0)),
+        drafts=torch.where(is_draft, drafts, 0),  # no other token may be outside the vocabulary
+        draft_count=leading(is_draft),
         groups=torch.where(group_exists, before[:, None] + 1, NO_GROUP),
         mask_count=mask_count,
         masks=masks,
