@@ -64,7 +64,7 @@ def _change_on_gpu(y: Tensor, x: Tensor, a: Tensor, b: Tensor, gate: Tensor, siz
         add_change(y, linear(x, a), b, gate, sizes)
 
 
-LIBRARY = torch.library.Library("mars", "DEF")
+LIBRARY = torch.library.Library("mars", "FRAGMENT")
 LIBRARY.define("insert_masks(Tensor(a!) rows, Tensor(b!) gate, Tensor tokens, Tensor row, int mask_token) -> ()")
 LIBRARY.define("add_change(Tensor(a!) y, Tensor x, Tensor a, Tensor b, Tensor gate, int[] sizes) -> ()")
 LIBRARY.impl("insert_masks", _insert, "CPU")
