@@ -35,8 +35,7 @@ from mars.models import Checkpoint, Settings
 from mars.models.attention import own_attention
 from mars.models.saving import save_checkpoint
 from mars.reference import Decoder
-from tests.conftest import END, MASK, tiny_checkpoint, tiny_tokenizer
-from tests.models.test_gated import gated
+from tests.conftest import END, MASK, gated_checkpoint, tiny_checkpoint, tiny_tokenizer
 
 FAMILIES = ["llama", "qwen2", "gemma2", "mistral"]
 NEW_TOKENS = 18
@@ -317,7 +316,7 @@ def test_a_checkpoint_without_settings_is_refused(tmp_path: Path) -> None:
 
 def test_it_runs_where_the_package_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [tmp_path / "never-loaded-before", tmp_path / "nor-this-one"]
-    checkpoints = [tiny_checkpoint("llama"), gated("llama")]
+    checkpoints = [tiny_checkpoint("llama"), gated_checkpoint("llama")]
     for folder, checkpoint in zip(folders, checkpoints, strict=True):
         save_checkpoint(checkpoint, folder, ship)
     expected = [mars.Model(each).generate([1, 2, 3], max_new_tokens=NEW_TOKENS).token_ids for each in checkpoints]
@@ -368,7 +367,7 @@ def with_adapter(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 def drafting(family: str) -> Checkpoint:
     """Its Markov head drafts what follows the last token alone. In the model ``perfect`` that is all that counts."""
-    checkpoint = gated("llama" if family == "perfect" else family, markov=12)
+    checkpoint = gated_checkpoint("llama" if family == "perfect" else family, markov=12)
     module, adapter, head = checkpoint.module, checkpoint.adapter, checkpoint.head
     assert adapter is not None and head is not None
     with torch.no_grad(), adapter.nowhere():
@@ -472,7 +471,7 @@ def test_a_base_from_elsewhere_names_the_adapter(with_adapter, tmp_path: Path) -
 
 
 def test_the_adapter_is_read_once_and_kept_as_long_as_its_model(tmp_path: Path) -> None:
-    save_checkpoint(gated("llama"), tmp_path / "model", ship)
+    save_checkpoint(gated_checkpoint("llama"), tmp_path / "model", ship)
     folder = tmp_path / "model"
     model = load(folder, trust_remote_code=True)
     expected = model.generate(torch.tensor([[1, 2]]), dial="threshold=0", max_new_tokens=9)

@@ -87,29 +87,25 @@ def test_a_failed_download_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_adapter_makes_it_a_mars_model(smollm: mars.Model) -> None:
-    """Same architecture, same vocabulary; the base alone has no settings and says what to do."""
+    """The weights are the base's own, bit for bit; the base alone has no settings and says what to do."""
     base = mars.load("smollm2-135m-base", device="cpu", dtype="float32")
-    assert smollm.settings == Settings(mask_token_id=16, block_size=4, dial="exact")
+    assert smollm.settings == Settings(mask_token_id=49152, block_size=4, dial="exact")
     assert base.settings is None
     with pytest.raises(MarsError, match="was not trained for MARS"):
         base.generate("hi", dial="exact")
-    changed = [
-        name
-        for (name, ours), theirs in zip(
-            smollm.checkpoint.module.named_parameters(), base.checkpoint.module.parameters(), strict=True
-        )
-        if not torch.equal(ours, theirs)
-    ]
-    assert len(changed) == 1 + 7 * 30  # the embedding (its mask row) and every linear layer
+    ours, theirs = (each.checkpoint.module.state_dict() for each in (smollm, base))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert len(smollm.checkpoint.adapter.names) == 7 * 30
 
 
 def test_the_adapter_is_small_enough_to_ship() -> None:
-    assert sum(path.stat().st_size for path in builtin.ADAPTER.iterdir()) < 40e6
+    assert sum(path.stat().st_size for path in builtin.ADAPTER.iterdir()) < 60e6
 
 
 def test_the_adapter_writes_several_tokens_per_forward(smollm: mars.Model) -> None:
     question = "Write a Python function that adds two numbers."
-    plain = smollm.generate(question, dial="one-token", max_new_tokens=48)
+    base = mars.load("smollm2-135m-base", device="cpu", dtype="float32")
+    plain = base.generate(question, max_new_tokens=48)
     exact = smollm.generate(question, dial="exact", window="tree", max_new_tokens=48)
     assert exact.token_ids == plain.token_ids
     assert exact.tokens_per_forward > 1.7

@@ -21,13 +21,20 @@ def logits(checkpoint: Checkpoint, tokens: torch.Tensor) -> torch.Tensor:
         return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+ON_A_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
+ON_ANY_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
+IN_BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@ON_ANY_DEVICE
+@IN_BOTH
 @pytest.mark.parametrize("family", FAMILIES)
-def test_text_is_computed_as_by_the_base_model(family: str, dtype: torch.dtype) -> None:
+def test_text_is_computed_as_by_the_base_model(family: str, dtype: torch.dtype, device: str) -> None:
     checkpoint = gated_checkpoint(family, dtype)
-    adapter = checkpoint.adapter
-    text = torch.randint(0, checkpoint.vocabulary, (2, 9))
-    masks = torch.full((2, 3), adapter.mask_token)
+    adapter = checkpoint.adapter.to(device)
+    checkpoint.module.to(device)
+    text = torch.randint(0, checkpoint.vocabulary, (2, 9), device=device)
+    masks = torch.full((2, 3), adapter.mask_token, device=device)
     with_masks = torch.cat([text, masks], 1)
     alone, before = logits(checkpoint, text), logits(checkpoint, with_masks)
     for weight in adapter.parameters():
@@ -37,6 +44,14 @@ def test_text_is_computed_as_by_the_base_model(family: str, dtype: torch.dtype) 
     assert not torch.equal(before[:, 9:], after[:, 9:]), "the adapter has no effect"
     adapter.detach()
     assert torch.equal(logits(checkpoint, text), alone)
+
+
+@ON_ANY_DEVICE
+@IN_BOTH
+def test_the_built_in_model_computes_text_as_its_base(dtype: torch.dtype, device: str) -> None:
+    ours, base = (load_checkpoint(name, device=device, dtype=dtype) for name in ("smollm2-135m", "smollm2-135m-base"))
+    tokens = torch.tensor([base.encode("Why is the sky blue?")], device=device)
+    assert torch.equal(logits(ours, tokens), logits(base, tokens))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -18,8 +18,7 @@ from mars.training.gated import ATTRIBUTE
 from mars.training.objective import Head, Objective, batch_tensors, examine
 from mars.training.recipe import Loss
 from mars.training.run import load_model
-from tests.conftest import tiny_checkpoint
-from tests.models.test_gated import gated
+from tests.conftest import gated_checkpoint, tiny_checkpoint
 from tests.training.conftest import small_recipe
 from tests.training.test_objective import LENGTH, packed
 
@@ -34,7 +33,7 @@ def streams_of(adapter: GatedAdapter, groups: int = 6) -> Streams:
 
 
 def in_training(family: str, markov: int = 4) -> tuple[PreTrainedModel, GatedAdapter]:
-    checkpoint = gated(family, markov=markov)
+    checkpoint = gated_checkpoint(family, markov=markov)
     assert checkpoint.adapter is not None
     checkpoint.adapter.scale = 0.5
     return checkpoint.module.requires_grad_(False), checkpoint.adapter.requires_grad_(True)

@@ -188,7 +188,7 @@ class Objective:
             chunk = slice(start, start + CHUNK)
             at, labels, weights = (batch[f"{stream}_{name}"][chunk] for name in ("at", "labels", "weights"))
             taught = (teacher[0], teacher[1][teacher[2][chunk]]) if teacher else (None, None)
-            given = (head, hidden[at], labels, weights, *taught, self.loss.form)
+            given = (head, hidden[at], labels, weights, *taught)
             if stream == "masks" and self.adapter is not None and self.adapter.head is not None:
                 given = (*given, self.adapter.head, batch["masks_before"][chunk])
             total = total + checkpoint(self._answer, *given, use_reentrant=False)
@@ -202,7 +202,6 @@ def _answer(
     weights: Tensor,
     teacher: Head | None,
     taught: Tensor | None,
-    form: str,
     markov: MarkovHead | None = None,
     before: Tensor | None = None,
 ) -> Tensor:
@@ -215,12 +214,7 @@ def _answer(
     if teacher is not None and taught is not None:
         with torch.no_grad():
             log_p = teacher(taught).log_softmax(-1)
-        if form == "kl":
-            losses.append((log_p.exp() * (log_p - log_q)).sum(1))
-        elif form == "tv":
-            losses.append(0.5 * (log_p.exp() - log_q.exp()).abs().sum(1))
-        else:
-            losses.append(-log_q.gather(1, log_p.argmax(1, keepdim=True))[:, 0])
+        losses.append((log_p.exp() * (log_p - log_q)).sum(1))
     return torch.stack([(loss * weights).sum() for loss in losses])
 
 

@@ -50,8 +50,6 @@ class Loss(Section):
     """KL of the masks to the clean stream's predictions for the same tokens, in the same forward"""
     base: float = Field(default=0.0, ge=0)
     """KL of the clean stream to the base model, which keeps the one-token mode as it was"""
-    form: Literal["kl", "tv", "argmax"] = "kl"
-    """What ``distill`` measures: the KL, the total variation distance, or the cross-entropy with the argmax"""
     decay: float = Field(default=1.0, gt=0, le=1)  # weight of each mask of a group, relative to the mask before it
 
 

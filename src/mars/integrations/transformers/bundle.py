@@ -12,10 +12,10 @@ from types import ModuleType
 from mars import errors
 from mars.integrations.transformers import custom_generate
 from mars.method import acceptance, markov, sampling, tensors, visibility, windows
-from mars.models import adapter_files, gated
+from mars.models import adapter_files, gated, layout
 
 FILE = Path("custom_generate", "generate.py")  # where ``model.generate(custom_generate=folder)`` looks for it
-MODULES = (errors, tensors, visibility, windows, sampling, markov, acceptance, gated, adapter_files)
+MODULES = (errors, tensors, visibility, windows, sampling, markov, acceptance, layout, gated, adapter_files)
 
 
 def ship(folder: Path) -> None:
