@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ def config(model: Path, **options: Any) -> Any:
 def test_what_vllm_is_told(model: Path) -> None:
     found = config(model)
     assert found.speculative_config.num_speculative_tokens == 6
-    told, expected = found.additional_config["mars"], {"mask": 16, "masks": 3, "dial": "exact", "windows": {}}
-    assert {name: value for name, value in told.items() if value is not None} == expected
+    told = found.additional_config["mars"]
+    expected = {"mask": 49152, "masks": 3, "dial": "exact", "windows": {}, "adapter": str(model)}
+    assert told == expected | {"adapter_digest": told["adapter_digest"]}
 
 
 @pytest.fixture
@@ -104,15 +106,8 @@ def test_every_measure_of_confidence_is_known(model: Path, dial: str) -> None:
 
 
 def test_a_model_that_was_not_trained(model: Path, tmp_path: Path) -> None:
-    import json
-    import shutil
-
     plain = tmp_path / "plain"
-    shutil.copytree(model, plain)
-    path = plain / "generation_config.json"
-    settings = json.loads(path.read_text())
-    settings.pop("mars")
-    path.write_text(json.dumps(settings))
+    shutil.copytree(model, plain, ignore=shutil.ignore_patterns("mars"))
     with pytest.raises(MarsError, match="no MARS settings"):
         config(plain)
 
