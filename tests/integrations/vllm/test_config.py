@@ -26,7 +26,7 @@ def test_what_vllm_is_told(model: Path) -> None:
     assert found.speculative_config.num_speculative_tokens == 6
     told = found.additional_config["mars"]
     expected = {"mask": 49152, "masks": 3, "dial": "exact", "windows": {}, "adapter": str(model)}
-    assert told == expected | {"adapter_digest": told["adapter_digest"]}
+    assert told == expected | {"adapter_revision": None, "adapter_digest": told["adapter_digest"]}
 
 
 @pytest.fixture
