@@ -93,9 +93,10 @@ def read_adapter(files: AdapterFiles, model: PreTrainedModel) -> GatedAdapter:
     weights = {name: dequantised(stored, name) for name in adapter.state_dict()}
     adapter.load_state_dict(weights, assign=True)
     adapter = adapter.to(embedding.device, embedding.dtype).eval().requires_grad_(False)
-    for name in names if embedding.device.type == "cpu" else ():
-        change = adapter.change(name)  # few inputs and many outputs; the other factor is faster by rows
-        change.b.data = by_columns(change.b.data)
+    if embedding.device.type == "cpu":  # factors with few inputs and many outputs; the others are faster by rows
+        wide = [adapter.change(name).b for name in names] + ([adapter.head.after] if adapter.head else [])
+        for weight in wide:
+            weight.data = by_columns(weight.data)
     adapter.attach(model)
     return adapter
 
