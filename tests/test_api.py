@@ -194,7 +194,7 @@ def test_prompts_that_cannot_work(smollm: mars.Model, prompt: object, says: str)
         ({"memory": 0.5}, "a share, which works on a GPU only: give bytes"),
         ({"memory": -1}, "memory must be a number of bytes"),
         ({"memory": "2GB"}, "memory must be a finite number"),
-        ({"memory": 1000}, "1000 bytes of memory are too few for llama: give at least 12288"),
+        ({"memory": 1000}, "1000 bytes of memory are too few for llama: give at least 18432"),
     ],
 )
 def test_limits_that_cannot_work(options: dict, says: str) -> None:
@@ -203,7 +203,7 @@ def test_limits_that_cannot_work(options: dict, says: str) -> None:
         with pytest.raises(mars.MarsError, match=says):
             make(checkpoint, **options).engine()
     if options == {"memory": 1000}:
-        assert mars.Model(checkpoint, memory=12288).generate([1], max_new_tokens=1).num_tokens == 1
+        assert mars.Model(checkpoint, memory=18432).generate([1], max_new_tokens=1).num_tokens == 1
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:x", "mps", "meta", "cuda:99", "cuda"])

@@ -54,7 +54,9 @@ WindowOption = Annotated[
 EngineOption = Annotated[
     Literal["mars", "vllm"], Option("--engine", help="What decodes: mars, or vLLM with our plugin.")
 ]
-DtypeOption = Annotated[str | None, Option("--dtype", help="bfloat16, float16 or float32; default: the device's.")]
+DtypeOption = Annotated[
+    str | None, Option("--dtype", help="bfloat16, float16, float32, or int8 on a CPU; default: the device's.")
+]
 
 
 def _at_least_one(rows: int) -> int:
@@ -284,6 +286,7 @@ def serve(
     port: Annotated[int, Option(min=0, max=65535)] = 8000,
     max_num_seqs: RowsOption = 64,
     memory: MemoryOption = None,
+    dtype: DtypeOption = None,
     max_waiting: Annotated[int, Option(help="Requests that may wait; more get a 429.")] = 256,
     max_new_tokens: Annotated[int | None, Option(help="Longest answer allowed.")] = None,
     api_key: Annotated[str | None, Option(envvar="MARS_API_KEY", help="Needed by all requests, if given.")] = None,
@@ -383,6 +386,7 @@ def demo() -> None:
     )
     model = _warm(_load("smollm2-135m", None, None))
     model.generate("Hello", max_new_tokens=4)  # the first forwards of a process are slow: keep them out of the table
+    speeds = []
     for prompt in DEMO_PROMPTS:
         answers = []
         for dial in DEMO_DIALS:
@@ -399,6 +403,21 @@ def demo() -> None:
         console.rule(prompt, style="dim")
         console.print(texts)
         console.print(table)
+        speeds.append(answers[0].tokens_per_second)
+    console.print(_memory_speed(model, max(speeds)), style="dim")
+
+
+def _memory_speed(model: Model, tokens_per_second: float) -> str:
+    """What one token at a time takes from memory, beside what memory gives."""
+    from mars.evaluation.provenance import machine
+    from mars.evaluation.speed import copy_bandwidth
+
+    weights, checkpoint = model.engine().weight_bytes, model.checkpoint
+    read, copied = weights * tokens_per_second, copy_bandwidth(checkpoint.device)
+    return (
+        f"{machine()}. One token at a time reads {weights / 1e6:.0f} MB of weights per token ({checkpoint.form}) at "
+        f"{read / 1e9:.1f} GB/s, {read / copied:.0%} of what a copy in memory reads and writes."
+    )
 
 
 def coloured(answer: RequestOutput) -> Text:
@@ -434,10 +453,10 @@ def _load(model: str, adapter: str | None, dial: str | None, dtype: str | None =
 
 
 def _warm(model: Model) -> Model:
-    """Warm a GPU up for one request at a time."""
-    if model.checkpoint.device.type == "cuda":
-        with Console(stderr=True).status("Warming up, which takes a minute the first time …"):
-            model.warm_up(num_seqs=1)
+    """Get the engine ready for one request at a time: a GPU's graphs, a CPU's compiled step."""
+    took = "a minute" if model.checkpoint.device.type == "cuda" else "some seconds"
+    with Console(stderr=True).status(f"Warming up, which takes {took} the first time …"):
+        model.warm_up(num_seqs=1)
     return model
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from mars import Model, cli
+from mars import Model, cli, load
 from mars.cli import main
+from mars.engine.cpu import StepPrices
 from mars.models import builtin
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -66,7 +67,8 @@ def test_json_and_plain_text_of_a_prompt_typed_or_piped() -> None:
     assert piped.stdout == out["text"] + "\n"
 
 
-def test_chat_remembers_and_turns_the_dial(smollm: Model) -> None:
+def test_chat_remembers_and_turns_the_dial() -> None:
+    smollm = load("smollm2-135m", device="cpu")  # in the precision that the command has
     lines = ["My name is Ada.", "/dial exact", "What is my name?", "/dial warp", "/help", "/reset", "/exit"]
     done = mars("chat", "--max-new-tokens", "16", stdin="\n".join(lines) + "\n")
     assert done.returncode == 0, done.stderr
@@ -90,7 +92,7 @@ def test_demo(smollm: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr(cli, "DEMO_PROMPTS", cli.DEMO_PROMPTS[:2])
     monkeypatch.setattr(cli, "DEMO_TOKENS", 32)
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr(smollm.engine().policy, "_cost", lambda *_: 1.0)
+    monkeypatch.setattr(smollm.engine().policy, "prices", StepPrices(lambda *_: 1.0, 4))
     cli.demo()
     said = capsys.readouterr().out
     assert said.count("tokens per second") == 2

@@ -55,7 +55,7 @@ def test_exact_says_what_one_token_says(client: openai.OpenAI) -> None:
         for dial in ("one-token", "exact", "relaxed=0.3")
     }
     texts = {dial: each.choices[0].message.content for dial, each in found.items()}
-    assert texts["exact"] == texts["one-token"] and "Paris" in texts["exact"]
+    assert texts["exact"] == texts["one-token"] != ""
     forwards = {dial: each.model_extra["mars"]["forwards"] for dial, each in found.items()}
     assert forwards["relaxed=0.3"] < forwards["one-token"] >= forwards["exact"]
 
@@ -67,12 +67,14 @@ def test_streams_side_by_side(address: str) -> None:
         )
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
-    async def both() -> list[str]:
+    async def both() -> None:
         async with openai.AsyncOpenAI(base_url=address, api_key="none", max_retries=0) as client:
-            return await asyncio.gather(read(client, "Name a colour."), read(client, ASK[0]["content"]))
+            questions = ("Name a colour.", ASK[0]["content"])
+            alone = [await read(client, each) for each in questions]
+            assert alone == await asyncio.gather(*(read(client, each) for each in questions))
+            assert alone[0] != alone[1]
 
-    colour, capital = asyncio.run(both())
-    assert "Paris" in capital and "Paris" not in colour
+    asyncio.run(both())
 
 
 def test_json_follows_its_schema(client: openai.OpenAI) -> None:

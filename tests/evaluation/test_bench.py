@@ -61,7 +61,7 @@ def test_everything(mars_model: Path, tmp_path: Path, run, capsys: pytest.Captur
     out = tmp_path / "new" / "out.json"
     dials = ("--dials", "exact,exact tree, threshold=0.3", "--batch-sizes", "2,1")
     peers = ("--peers", "transformers,block-cache=4,sliding-window")
-    assert run("--model", mars_model, *dials, *peers, *SMALL, "--out", out) == 0
+    assert run("--model", mars_model, "--dtype", "float32", *dials, *peers, *SMALL, "--out", out) == 0
     record = json.loads(out.read_text())
     assert set(record) == {"options", "provenance", "bandwidth_bytes_per_second", "rows"}
     assert record["options"]["dials"] == ["one-token", "exact", "exact tree", "threshold=0.3"]
@@ -195,7 +195,8 @@ def test_a_run_that_dies_leaves_whole_files(
         ({"--batch-sizes": "1,0"}, "whole numbers of 1 or more, not '0'"),
         ({"--batch-sizes": "two"}, "not 'two'"),
         ({"--peers": ""}, "--peers is empty"),
-        ({"--peers": "llama.cpp"}, "use transformers, vllm, block-cache=16 (any block size) or sliding-window"),
+        ({"--peers": "llama"}, "use transformers, vllm, llama.cpp, block-cache=16 (any block size) or sliding-window"),
+        ({"--peers": "llama.cpp"}, "llama.cpp"),  # it is not installed, or the model is no GGUF file
         ({"--peers": "block-cache=x"}, "unknown peer"),
         ({"--peers": "vllm"}, how_to_install("vllm")),
         ({"--peers": "sliding-window"}, "train it with `mars train`"),
@@ -204,7 +205,7 @@ def test_a_run_that_dies_leaves_whole_files(
         ({"--max-new-tokens": "0"}, "--max-new-tokens must be at least 1"),
         ({"--max-new-tokens": "250"}, "no prompt leaves room for 250 new tokens"),
         ({"--min-requests": "0"}, "--min-requests must be at least 1"),
-        ({"--dtype": "int8"}, "unknown dtype"),
+        ({"--dtype": "int4"}, "unknown dtype"),
         ({"--out": "out.txt"}, "must name a .json file"),
         ({"--out": "bad.jsonl/out.json"}, "the folder bad.jsonl cannot be made"),
     ],

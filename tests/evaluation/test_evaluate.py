@@ -179,8 +179,8 @@ def test_answers_of_different_models_are_not_mixed(
 ) -> None:
     out = tmp_path / "out"
     command = ("--model", model, "--tasks", "gsm8k", "--dials", "one-token", "--out", out)
-    assert run(*command, "--max-new-tokens", 20) == 0
-    assert run(*command, "--max-new-tokens", 21) == 2
+    assert run(*command, "--max-new-tokens", 20, "--dtype", "float32") == 0
+    assert run(*command, "--max-new-tokens", 21, "--dtype", "float32") == 2
     assert "max_new_tokens=20, not 21" in capsys.readouterr().err
     assert run(*command, "--max-new-tokens", 20, "--dtype", "bfloat16") == 2
     assert "dtype=float32, not bfloat16" in capsys.readouterr().err

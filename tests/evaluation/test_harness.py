@@ -92,7 +92,7 @@ def theirs(folder: str, **options: object) -> HFLM:
 
 
 def ours(folder: str, **options: object) -> MarsLM:
-    return MarsLM(folder, device="cpu", **options)
+    return MarsLM(folder, device="cpu", dtype="float32", **options)
 
 
 def asked(kind: str, *arguments: tuple[object, ...]) -> list[Instance]:
@@ -269,7 +269,7 @@ def test_the_command_line_explains_itself(monkeypatch: pytest.MonkeyPatch, tmp_p
         ({"batch_size": "large"}, "batch_size must be a number or auto, not 'large'"),
         ({"max_length": -1}, "max_length must be a whole number above 0"),
         ({"block_size": 2.5}, "block_size must be a whole number above 0"),
-        ({"dtype": "int8"}, "unknown dtype 'int8'"),
+        ({"dtype": "int4"}, "unknown dtype 'int4'"),
         ({"device": "abacus"}, "unknown device 'abacus': use cpu or cuda"),
         ({"parallelize": True}, "unknown model argument parallelize: use pretrained,"),
     ],

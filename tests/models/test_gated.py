@@ -91,7 +91,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_saved_checkpoint_is_the_base_model_to_others(folder: Path) -> None:
-    loaded, text = load_checkpoint(folder, device="cpu"), torch.tensor([[1, 2, 3, 4]])
+    loaded, text = load_checkpoint(folder, device="cpu", dtype="float32"), torch.tensor([[1, 2, 3, 4]])
     plain = AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(plain(text).logits, logits(loaded, text))
     assert loaded.settings == Settings(12, 4)

@@ -23,7 +23,7 @@ LIMIT = 24
 
 @pytest.fixture(scope="module")
 def model(letters: Path) -> mars.Model:
-    return mars.load(letters, device="cpu")
+    return mars.load(letters, device="cpu", dtype="float32")
 
 
 @pytest.fixture(scope="module")

@@ -270,7 +270,7 @@ def test_a_message_of_a_client_can_be_sent_back(server: str, letters: Path) -> N
     answer = client.chat.completions.create(**CHAT).choices[0].message
     chat = [*CHAT["messages"], answer.model_dump() | {"annotations": []}, *CHAT["messages"]]
     again = client.chat.completions.create(**(CHAT | {"messages": chat}))
-    alone = mars.load(letters, device="cpu").generate(
+    alone = mars.load(letters, device="cpu", dtype="float32").generate(
         [*CHAT["messages"], {"role": "assistant", "content": answer.content}, *CHAT["messages"]],
         dial="one-token",
         max_new_tokens=8,

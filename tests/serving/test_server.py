@@ -27,7 +27,7 @@ def client(server: str) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def expected(letters: Path) -> mars.RequestOutput:
-    return mars.load(letters, device="cpu").generate(ASK, dial="one-token", max_new_tokens=20)
+    return mars.load(letters, device="cpu", dtype="float32").generate(ASK, dial="one-token", max_new_tokens=20)
 
 
 def test_a_chat(client: openai.OpenAI, expected: mars.RequestOutput) -> None:
@@ -43,7 +43,7 @@ def test_a_chat(client: openai.OpenAI, expected: mars.RequestOutput) -> None:
 @pytest.mark.parametrize("dial", ["one-token", "exact", "threshold=0.2"])
 def test_a_request_has_its_own_dial(client: openai.OpenAI, letters: Path, dial: str) -> None:
     found = client.chat.completions.create(messages=ASK, extra_body={"dial": dial}, **GREEDY)
-    alone = mars.load(letters, device="cpu").generate(ASK, dial=dial, max_new_tokens=20)
+    alone = mars.load(letters, device="cpu", dtype="float32").generate(ASK, dial=dial, max_new_tokens=20)
     assert found.choices[0].message.content == alone.text
     assert found.model_extra["mars"]["dial"] == dial
 
@@ -85,7 +85,7 @@ def test_several_choices_with_a_seed(client: openai.OpenAI) -> None:
 
 
 def test_completions(client: openai.OpenAI, letters: Path) -> None:
-    model = mars.load(letters, device="cpu")
+    model = mars.load(letters, device="cpu", dtype="float32")
     whole = [model.generate(prompt, dial="one-token", max_new_tokens=8).text for prompt in ([0, 1, 2], [3, 4])]
     for prompt in (["abc", "de"], [[0, 1, 2], [3, 4]]):
         found = client.completions.create(prompt=prompt, **(GREEDY | {"max_tokens": 8}))
@@ -312,7 +312,7 @@ def value(http: httpx.Client, name: str) -> float:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_hangs_up_frees_its_row(server: str, http: httpx.Client, stream: bool) -> None:
-    with httpx.Client(base_url=server, timeout=0.3 if not stream else 30) as impatient:
+    with httpx.Client(base_url=server, timeout=httpx.Timeout(30, read=30 if stream else 0.03)) as impatient:
         if stream:
             with impatient.stream("POST", "/v1/chat/completions", json=endless(stream=True)) as response:
                 next(response.iter_lines())

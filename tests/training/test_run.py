@@ -184,7 +184,7 @@ def trainer_options(rows: int) -> dict[str, Any]:
 def test_a_merged_adapter_is_published_beside_the_model(chat_model: Path, chats: Path, tmp_path: Path) -> None:
     recipe = small_recipe(chat_model, chats, tmp_path / "run", **MERGED)
     train(recipe)
-    merged, adapted = mars.load(recipe.output / "model"), mars.load(recipe.output / "adapter")
+    merged, adapted = (mars.load(recipe.output / each, dtype="float32") for each in ("model", "adapter"))
     assert adapted.settings == merged.settings
     answers = [model.generate("abc", dial="threshold=0.5", max_new_tokens=20) for model in (merged, adapted)]
     assert answers[0].token_ids == answers[1].token_ids

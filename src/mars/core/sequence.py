@@ -48,6 +48,8 @@ class Sequence:
     awaits_result: bool = False  # its grammar must see the result of its last step before the next one
     masks: Future[Tensor] | None = None  # what its grammar allows in the next step; another thread computes it
     trusts_masks: bool = False  # did the last step dispatched for it emit predictions of masks unchecked?
+    draft_probabilities: list[float] = field(default_factory=list)  # that the masks gave the drafts, if they are known
+    outlook: object = None  # what the policy expects of its next drafts
     pages: list[int] = field(default_factory=list)
     cached_pages: int = 0  # how many of its pages are full and in the prefix cache
     page_hash: int = 0  # of the last one of those

@@ -57,8 +57,8 @@ class PagedCache:
         """Are keys as long as values? The kernel needs that."""
         self.layers = [
             (
-                _zeros((pages, shape.heads, page_size, shape.key_size), shape.dtype, device),
-                _zeros((pages, shape.heads, page_size, shape.value_size), shape.dtype, device),
+                zeros((pages, shape.heads, page_size, shape.key_size), shape.dtype, device),
+                zeros((pages, shape.heads, page_size, shape.value_size), shape.dtype, device),
             )
             for shape in shapes
         ]
@@ -74,7 +74,7 @@ class PagedCache:
         return keys, values
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros: an infinity that is masked out would still poison sums. On a CPU, memory is taken once it is written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

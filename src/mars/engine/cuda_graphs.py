@@ -154,6 +154,7 @@ class GraphRunner(Runner):
 
     def time_step(self, num_seqs: int, window: Window) -> float:
         """By the device's own clock, with `CONTEXT` tokens cached."""
+        assert self.cache is not None
         room = self.state.page_table.shape[1] * self.cache.page_size - self.windows[-1].width
         inputs = StepInputs.padding(num_seqs, self.block_size, self.checkpoint.vocabulary)
         self.state.put([(PADDING_SLOT, min(CONTEXT, room), 0, [], True)])

@@ -81,6 +81,9 @@ class DeviceState:
         self.cursor[slot], self.last[slot], self.draft_count[slot] = values[:, 1], values[:, 2], values[:, 3]
         self.drafts_emitted[slot], self.drafts[slot] = values[:, 4].bool(), values[:, 5:]
 
+    def set_draft_counts(self, slots: SequenceOf[int], counts: SequenceOf[int]) -> None:
+        self.draft_count[slots] = send(counts, self.device)
+
     def set_pages(self, entries: SequenceOf[tuple[int, int, int]]) -> None:
         """Entries of the page table as (slot, index, page)."""
         slot, index, page = send(entries, self.device).unbind(1)

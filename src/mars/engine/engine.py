@@ -8,7 +8,9 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from mars.core.sequence import Sequence
 from mars.core.threads import lower_priority
 from mars.engine.cache import PagedCache, layer_shapes
 from mars.engine.compilation import Compiled
+from mars.engine.cpu import VECTOR, CpuRunner, RaggedPolicy, StepPrices, cpu_model
 from mars.engine.cuda_graphs import GraphRunner
 from mars.engine.device_state import DeviceState
 from mars.engine.pages import Pages
@@ -82,16 +85,19 @@ class Engine:
         require_integer("prefill_tokens", prefill_tokens, 1)
         model = Compiled(checkpoint.module, checkpoint.adapter) if on_gpu else None  # before free memory is measured
         available = cache_bytes(memory, checkpoint.device)
-        shapes = layer_shapes(checkpoint)
+        cpu = cpu_model(checkpoint, page_size)
+        shapes = layer_shapes(checkpoint) if cpu is None else cpu.shapes
         page_bytes = page_size * sum(each.bytes_per_token for each in shapes)
         num_pages = available // page_bytes
         self.checkpoint = checkpoint
+        self.weight_bytes = cpu.weight_bytes if cpu else sum(each.nbytes for each in checkpoint.module.parameters())
+        """What a step of single tokens reads, besides keys and values"""
         self.max_num_seqs = max_num_seqs
         trained = checkpoint.settings.block_size if checkpoint.settings else 1
         self.block_size = max(1, trained if block_size is None else block_size)
         self.dial = default_dial(checkpoint)  # of requests that have none of their own; see `set_dial`
         self.num_steps = 0  # in which sequences decoded
-        self.num_fed = 0  # sum of their windows' widths
+        self.num_fed = 0  # tokens that they fed
         margin = Window.of(self.block_size, self.block_size).width
         least = 1 + -(-(margin + 2) // page_size)  # for a prompt of one token and an answer of one
         if num_pages < least:
@@ -103,13 +109,15 @@ class Engine:
         most = (checkpoint.context or num_pages * page_size) + margin + self._async_steps * self.block_size
         table = min(num_pages, -(-most // page_size))
         self._state = DeviceState(max_num_seqs, self.block_size - 1, table, checkpoint.vocabulary, checkpoint.device)
-        cache = PagedCache(shapes, num_pages, page_size, checkpoint.device)
-        parts = (checkpoint, self._state, cache, self.block_size)
-        self._runner = Runner(*parts) if model is None else GraphRunner(*parts, model)
+        if cpu is not None:
+            self._runner: Runner = CpuRunner(checkpoint, self._state, cpu, num_pages, self.block_size)
+        else:
+            cache = PagedCache(shapes, num_pages, page_size, checkpoint.device)
+            parts = (checkpoint, self._state, cache, self.block_size)
+            self._runner = Runner(*parts) if model is None else GraphRunner(*parts, model)
         self._costs = StepCosts(self._runner, turns=1 if on_gpu else 3)
         self._observes_costs = cost is None and not on_gpu  # a GPU's are those of its captured graphs
-        default_groups = self.block_size if on_gpu else 1  # on a GPU, width costs little
-        self.policy = WindowPolicy(self.block_size, default_groups, cost or self._costs, explores=self._observes_costs)
+        self.policy = self._new_policy(cost)
         self.scheduler = Scheduler(
             Pages(num_pages, page_size),
             max_num_seqs=max_num_seqs,
@@ -125,6 +133,14 @@ class Engine:
         self._mask_threads = ThreadPoolExecutor(max(2, min(16, os.cpu_count() or 1)), "grammar-masks", lower_priority)
         self._inputs: tuple[Batch, StepInputs] | None = None
         self._host_seconds = math.inf  # what a step took lately besides waiting for the device
+
+    def _new_policy(self, cost: Cost | None) -> WindowPolicy:
+        if isinstance(self._runner, CpuRunner) and not self._async_steps:  # it has to know the drafts
+            given = None if cost is None else lambda count, window, _drafts: cost(count, window)
+            return RaggedPolicy(self.block_size, StepPrices(given or self._runner.time_drafts, self.block_size))
+        on_gpu = self.checkpoint.device.type == "cuda"
+        default_groups = self.block_size if on_gpu else 1  # on a GPU, width costs little
+        return WindowPolicy(self.block_size, default_groups, cost or self._costs, explores=self._observes_costs)
 
     # --- requests
 
@@ -235,21 +251,41 @@ class Engine:
         sequences = self._take_masks(schedule.decode)
         if not sequences:
             return
-        ahead = self._async_steps and self._host_seconds < math.inf
-        chosen = self.policy.choose(sequences, self._host_seconds if ahead else 0.0)
-        window = self._runner.fitting(len(sequences), chosen)
-        longest = max(each.cursor for each in sequences) + len(self._in_flight) * self.block_size + window.width
         batch = [(each, each.admissions, each.dial) for each in sequences]
-        inputs, started = self._step_inputs(batch), time.perf_counter()
+        inputs = self._step_inputs(batch)
+        if isinstance(self.policy, RaggedPolicy):
+            windows = self.policy.windows(sequences)
+            window = self._limit_drafts(sequences, windows)
+            inputs = inputs.feeding(windows)
+        else:
+            ahead = self._async_steps and self._host_seconds < math.inf
+            chosen = self.policy.choose(sequences, self._host_seconds if ahead else 0.0)
+            window = self._runner.fitting(len(sequences), chosen)
+            windows = [window] * len(sequences)
+        longest = max(each.cursor for each in sequences) + len(self._in_flight) * self.block_size + window.width
+        started = time.perf_counter()
         outputs = self._runner.step(inputs, window, longest)
         if self._observes_costs:
             outputs.wait()
-            self._costs.observe(len(sequences), window, time.perf_counter() - started)
+            self._observe(windows, outputs, time.perf_counter() - started)
         self._in_flight.append(InFlightStep(batch, outputs))
         for sequence in sequences:
             sequence.trusts_masks = sequence.dial.kind == "threshold"
         self.num_steps += 1
-        self.num_fed += window.width
+        self.num_fed += sum(each.width for each in windows)
+
+    def _limit_drafts(self, sequences: SequenceOf[Sequence], windows: SequenceOf[Window]) -> Window:
+        """Drop drafts that are not worth their verification; returns the smallest window that holds all windows."""
+        for sequence, window in zip(sequences, windows, strict=True):
+            del sequence.drafts[window.drafts :]
+        self._state.set_draft_counts([each.slot or 0 for each in sequences], [len(each.drafts) for each in sequences])
+        return reduce(or_, windows)
+
+    def _observe(self, windows: SequenceOf[Window], outputs: StepOutputs, seconds: float) -> None:
+        if isinstance(self.policy, RaggedPolicy):
+            self.policy.observe_step(windows, len(windows) + int(outputs.decisions[:, 0].sum()), seconds)
+        else:
+            self._costs.observe(len(windows), windows[0], seconds)
 
     def _process_output(self, moved: list[Sequence]) -> float:
         """Take the result of the oldest step in flight; returns the seconds that the device was waited for.
@@ -261,7 +297,8 @@ class Engine:
         waited = time.perf_counter() - started
         verified = None
         results = step.outputs.results([each.request.logprobs is not None for each, _, _ in step.batch])
-        for (sequence, admission, dial), result in zip(step.batch, results, strict=True):
+        probabilities = step.outputs.draft_probabilities()
+        for (sequence, admission, dial), result, known in zip(step.batch, results, probabilities, strict=True):
             if sequence.slot is None or sequence.admissions != admission:
                 continue
             try:
@@ -271,7 +308,8 @@ class Engine:
                 continue
             if verified_now:
                 verified = verified_now
-                self.policy.acceptance.observe(*verified)
+                self.policy.observe_drafts(sequence, *verified)
+            self.policy.observe_predictions(sequence, known[: len(sequence.drafts)])
             self.scheduler.cache_pages(sequence)
             moved.append(sequence)
             if sequence.is_finished:
@@ -380,5 +418,7 @@ def cache_bytes(memory: int | float | None, device: torch.device) -> int:
 def memory_for(checkpoint: Checkpoint, num_seqs: int, length: int) -> int:
     """Bytes with which an engine never runs out of pages, if no text is longer than ``length``."""
     block_size = checkpoint.settings.block_size if checkpoint.settings else 1
-    per_token = sum(shape.bytes_per_token for shape in layer_shapes(checkpoint))
+    shapes = layer_shapes(checkpoint)
+    shapes = [replace(each, value_size=-(-each.value_size // VECTOR) * VECTOR) for each in shapes]  # as a CPU pads them
+    per_token = sum(shape.bytes_per_token for shape in shapes)
     return num_seqs * (length + block_size**2 + 4 * PAGE_SIZE) * per_token

@@ -170,7 +170,7 @@ class WindowPolicy:
         """
         needed, free = Window(), 1
         for sequence in sequences:
-            takes_any = _takes_any_window(sequence)
+            takes_any = takes_any_window(sequence)
             if takes_any and sequence.request.block_size > free:
                 free = sequence.request.block_size
             window = self._needed(sequence, takes_any)
@@ -209,10 +209,17 @@ class WindowPolicy:
         self._until_trial -= 1
         return self._until_trial < 0
 
+    def observe_drafts(self, sequence: Sequence, drafts: int, accepted: int) -> None:  # noqa: ARG002, all are alike
+        """How many of the drafts fed were accepted."""
+        self.acceptance.observe(drafts, accepted)
+
+    def observe_predictions(self, sequence: Sequence, probabilities: list[float]) -> None:
+        """What masks gave to the sequence's new drafts, if that is known."""
+
     def groups(self, sequence: Sequence) -> int:
         """Most mask groups of the sequence's window."""
         block_size = sequence.request.block_size
-        if _takes_any_window(sequence):
+        if takes_any_window(sequence):
             return block_size
         return max(1, min(sequence.request.mask_groups or self._default_groups, block_size))
 
@@ -230,6 +237,6 @@ class WindowPolicy:
         return needed
 
 
-def _takes_any_window(sequence: Sequence) -> bool:
+def takes_any_window(sequence: Sequence) -> bool:
     """Is the text of the sequence the same in every window?"""
     return sequence.dial.kind == "exact" and sequence.request.mask_groups is None

@@ -1,6 +1,7 @@
 """Runs the model over the device state and the paged cache: prefill chunks, and steps that decide what comes next."""
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -26,7 +27,8 @@ class Runner:
 
     CHUNK = 64  # most tokens of a window in prefill; longer chunks are cut into several windows
 
-    def __init__(self, checkpoint: Checkpoint, state: DeviceState, cache: PagedCache, block_size: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, state: DeviceState, cache: PagedCache | None, block_size: int) -> None:
+        """``cache``: None for a runner that attends in a way of its own."""
         self.checkpoint = checkpoint
         self.state = state
         self.cache = cache
@@ -34,10 +36,11 @@ class Runner:
         self.windows = [Window(), *(Window.of(groups, block_size) for groups in range(1, block_size + 1))]
         """All shapes that steps ordinarily have"""
         vocabulary = checkpoint.vocabulary
-        self._uses_kernel = cache.is_even and checkpoint.device.type == "cuda"
+        self._uses_kernel = cache is not None and cache.is_even and checkpoint.device.type == "cuda"
         self._ends = send(token_mask(checkpoint.end_tokens, vocabulary), checkpoint.device)
         self._bias = send(bias_tensor([SamplingParams()], vocabulary, checkpoint.banned_token), checkpoint.device)
         """Keeps the mask token from being sampled"""
+        self._head: Callable[[Tensor], Tensor] | None = checkpoint.head
 
     @torch.inference_mode()
     def prefill(self, chunks: list[tuple[int, int, list[int]]]) -> None:
@@ -110,7 +113,7 @@ class Runner:
             inputs.sampling(bias, self._ends),
             positions=state.cursor[slots],
             emitted=state.drafts_emitted[slots],
-            head=self.checkpoint.head,
+            head=self._head,
             **state.options(inputs, windows.drafts.shape[1] + 1),
         )
         state.advance(inputs, windows.drafts, decision)
@@ -127,6 +130,7 @@ class Runner:
         *,
         chained: bool = False,
     ) -> PagedWindows:
+        assert self.cache is not None
         where = (self.state.page_table, slots, cursors, visibility, lengths, longest, chained)
         return PagedWindows(self.cache, window, *where, uses_kernel=self._uses_kernel)
 

@@ -12,6 +12,7 @@ from mars.core.output import Logprob
 from mars.core.sequence import Sequence, StepResult
 from mars.method.acceptance import MEASURES, Decision, Dial, DialFeatures, DialTensors
 from mars.method.sampling import Features, SamplingParams, SamplingTensors
+from mars.method.windows import Window
 
 PADDING_SLOT = 0  # batches are filled up with this slot of the device state; nothing reads what it holds.
 INTEGERS = ("slot", "verifies", "groups", "masks", "measure", "options", *SamplingTensors.INTEGERS)
@@ -56,6 +57,12 @@ class StepInputs:
 
     def __len__(self) -> int:
         return self.integers.shape[1]
+
+    def feeding(self, windows: SequenceOf[Window]) -> StepInputs:
+        """The same with a window for each sequence."""
+        integers = self.integers.clone()
+        integers[2:4] = torch.tensor([(each.groups, each.masks) for each in windows]).T
+        return replace(self, integers=integers)
 
     @property
     def slots(self) -> Tensor:
@@ -113,6 +120,7 @@ class StepOutputs:
     drafts: int  # columns of `agrees`
     logprobs: Tensor | None = None  # (sequences, verified positions, 1 + top): of the token there, and of the top ones
     top_ids: Tensor | None = None  # (sequences, verified positions, top)
+    probabilities: Tensor | None = None  # (sequences, masks): of the drafts, where they are known
     arrived: torch.cuda.Event | None = None  # when the tensors are on the host, if they are on their way
 
     @classmethod
@@ -131,7 +139,7 @@ class StepOutputs:
         decisions = _pinned_copy(self.decisions[:count])
         arrived = torch.cuda.Event()
         arrived.record()
-        return StepOutputs(decisions, self.drafts, values, ids, arrived)
+        return StepOutputs(decisions, self.drafts, values, ids, arrived=arrived)
 
     def wait(self) -> None:
         if self.arrived is not None:
@@ -146,6 +154,10 @@ class StepOutputs:
         drafts = [each[:count] for each, count in zip(predicted, counts, strict=True)]
         logprobs = [self._logprobs(row) if wanted else [] for row, wanted in enumerate(wants_logprobs)]
         return list(map(StepResult, accepted, tokens, agrees, drafts, trusted, logprobs))
+
+    def draft_probabilities(self) -> list[list[float]]:
+        """Of each sequence's predictions; empty where they are not known."""
+        return [[]] * len(self.decisions) if self.probabilities is None else self.probabilities.tolist()
 
     def _logprobs(self, row: int) -> list[Logprob]:
         assert self.logprobs is not None and self.top_ids is not None

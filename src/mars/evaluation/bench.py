@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,8 @@ class _Bench:
         self._traffic = Traffic.of(checkpoint)
         self._one_token: dict[tuple[int, str | None], Run] = {}
         """The runs that others are compared with, by batch size and category"""
-        dtype = str(checkpoint.module.dtype).removeprefix("torch.")
         self._facts = {
-            "options": plan.options() | {"dtype": dtype},
+            "options": plan.options() | {"dtype": checkpoint.form},
             "provenance": collect(),
             "bandwidth_bytes_per_second": self._traffic.bandwidth,
         }
@@ -78,6 +78,7 @@ class _Bench:
                 self._measure_dials(lambda name: with_vllm(llm, model, name))
         else:
             model.warm_up(self._bar)
+            self._traffic = replace(self._traffic, weights=model.engine().weight_bytes)
             self._measure_dials(lambda name: with_dial(model, *split_dial(name)))
 
     def _measure_dials(self, decoder_of: Callable[[str], Decoder]) -> None:

@@ -185,15 +185,15 @@ class _Folder:
 
     def assign_to(self, checkpoint: Checkpoint) -> None:
         """Store whose answers the folder holds; raises if it has those of another model or of other options."""
-        plan, settings, module = self._plan, checkpoint.settings, checkpoint.module
+        plan, settings = self._plan, checkpoint.settings
         options = {name: getattr(plan, name) for name in ("model", "adapter", "name", "max_new_tokens", "block_size")}
-        options |= {"dtype": str(module.dtype).removeprefix("torch."), "seed": plan.seed}
+        options |= {"dtype": checkpoint.form, "seed": plan.seed}
         facts = {
             "plan": options | ({} if plan.engine == "mars" else {"engine": plan.engine}),
             "model": {
                 "name": checkpoint.name,
                 "hash": fingerprint(checkpoint),
-                "parameters": sum(weight.numel() for weight in module.parameters()),
+                "parameters": sum(weight.numel() for weight in checkpoint.module.parameters()),
                 "block_size": settings.block_size if settings else None,
             },
         }

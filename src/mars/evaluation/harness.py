@@ -229,7 +229,7 @@ class MarsLM(TemplateLM):
         module = self._checkpoint.module
         return {
             "model_num_parameters": module.num_parameters(),
-            "model_dtype": str(module.dtype),
+            "model_dtype": self._checkpoint.form,
             "dial": str(self._options["dial"]),
             "tokens_per_forward": self._tokens / self._forwards if self._forwards else None,
         }

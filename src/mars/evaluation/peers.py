@@ -1,10 +1,11 @@
-"""Other decoders of the same model: transformers, vLLM, and the paper's two."""
+"""Other decoders of the same model: transformers, vLLM, llama.cpp, and the paper's two."""
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,27 +18,33 @@ from mars.errors import MarsError
 from mars.evaluation.speed import Decode, Decoder, Round
 from mars.evaluation.vllm import import_vllm, load_vllm
 from mars.method.acceptance import Dial
-from mars.models import Checkpoint
+from mars.models import Checkpoint, builtin
 from mars.models.attention import own_attention
 from mars.reference import block_cache, sliding_window
 
-KNOWN = "transformers, vllm, block-cache=16 (any block size) or sliding-window"
+KNOWN = "transformers, vllm, llama.cpp, block-cache=16 (any block size) or sliding-window"
 PAPER_DIAL = "threshold=0.95"
 
 
 def check_peer(name: str) -> None:
     """Raise if the peer is unknown or not installed."""
     kind, _, size = name.partition("=")
-    if name not in ("transformers", "vllm", "sliding-window") and not (
+    if name not in ("transformers", "vllm", "llama.cpp", "sliding-window") and not (
         kind == "block-cache" and size.isdecimal() and int(size) > 0
     ):
         raise MarsError(f"unknown peer {name!r}: use {KNOWN}")
     if name == "vllm":
         import_vllm()
+    if name == "llama.cpp" and find_spec("llama_cpp") is None:
+        raise MarsError("the peer llama.cpp needs the package llama-cpp-python, which is not installed")
 
 
 def check_model(name: str, checkpoint: Checkpoint) -> None:
-    """Raise if the peer needs a MARS model and this is not one."""
+    """Raise if the peer needs a MARS model or a GGUF file and this is none."""
+    if name == "llama.cpp" and not _has_gguf(checkpoint):
+        raise MarsError(
+            f"the peer llama.cpp reads GGUF files: load one, or {builtin.NAME}, instead of {checkpoint.name}"
+        )
     if name.startswith(("block-cache", "sliding-window")):
         require_masks(checkpoint, Dial.parse(PAPER_DIAL))
 
@@ -55,12 +62,42 @@ def open_peer(
         with open_vllm(checkpoint, source, max_num_seqs, length) as decode:
             yield Decoder(label, decode, device=None)
         return
+    if name == "llama.cpp":
+        yield Decoder(label, partial(_llama_cpp, _open_llama_cpp(checkpoint, length), checkpoint), checkpoint.device)
+        return
     kind, _, size = name.partition("=")
     if kind == "block-cache":
         decode = partial(_block_cache, checkpoint, int(size))
     else:
         decode = partial(_transformers if kind == "transformers" else _sliding_window, checkpoint)
     yield Decoder(label, decode, checkpoint.device)
+
+
+def _has_gguf(checkpoint: Checkpoint) -> bool:
+    return checkpoint.name in (builtin.NAME, builtin.BASE) or checkpoint.name.endswith(".gguf")
+
+
+def _open_llama_cpp(checkpoint: Checkpoint, length: int) -> Any:
+    from llama_cpp import Llama
+
+    path = checkpoint.name if checkpoint.name.endswith(".gguf") else builtin.gguf_file()
+    threads = torch.get_num_threads()
+    return Llama(str(path), n_ctx=length, n_threads=threads, n_threads_batch=threads, verbose=False)
+
+
+def _llama_cpp(llama: Any, checkpoint: Checkpoint, prompts: Sequence[list[int]], max_new_tokens: int) -> Round:
+    """llama-cpp-python's own loop, greedy, one request after another; the time a request waits counts."""
+    answers, started = list[RequestOutput](), time.perf_counter()
+    for prompt in prompts:
+        tokens, times = list[int](), list[float]()
+        llama.reset()
+        for token in llama.generate(prompt, temp=0.0, repeat_penalty=1.0):
+            tokens.append(token)
+            times.append(time.perf_counter() - started)
+            if token in checkpoint.end_tokens or len(tokens) == max_new_tokens:
+                break
+        answers.append(_answer(checkpoint, tokens, times))
+    return Round(answers, sum(answer.forwards for answer in answers))
 
 
 class _Clock:

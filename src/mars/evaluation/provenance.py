@@ -29,7 +29,7 @@ def collect() -> dict[str, object]:
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
+        "machine": machine(),
         "threads": torch.get_num_threads(),
         "versions": {
             "python": platform.python_version(),
@@ -38,6 +38,10 @@ def collect() -> dict[str, object]:
             "mars": mars.__version__,
         },
     }
+
+
+def machine() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
 
 
 def _commit() -> str:

@@ -30,7 +30,7 @@ class Round:
 
     answers: list[RequestOutput]
     forwards: int | None = None  # of the whole batch; None: unknown
-    window_tokens: int | None = None  # sum of the widths of these forwards' windows
+    window_tokens: int | None = None  # sum of the widths of all sequences' windows
 
 
 Decode = Callable[[Sequence[list[int]], int], Round]
@@ -153,7 +153,7 @@ def to_row(decoder: Decoder, batch_size: int, run: Run, one_token: Run, traffic:
         "tokens_per_forward": run.tokens / request_forwards if request_forwards else None,
         "forwards": run.forwards,
         "ms_per_forward": 1000 * run.seconds / run.forwards if run.forwards else None,
-        "width": run.window_tokens / run.forwards if run.window_tokens and run.forwards else None,
+        "width": run.window_tokens / request_forwards if run.window_tokens and request_forwards else None,
         "ratio_to_one_token": run.tokens_per_second / one_token.tokens_per_second,
         "agreement": agreed / verified if verified else None,
         "same_text": sum(same) / len(same),

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from mars.errors import MarsError
-from mars.method.markov import MarkovHead
 from mars.method.sampling import SamplingTensors
 from mars.method.tensors import send
 from mars.method.windows import WindowBatch
@@ -173,7 +172,7 @@ class LogitsChoices:
     sampling: SamplingTensors
     history: tuple[Tensor, ...]  # tokens seen and counted at each verified position, if there are penalties
     allowed: Tensor | None
-    head: MarkovHead | None = None
+    head: Callable[[Tensor], Tensor] | None = None
 
     def verify(self, rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         adjusted = self.sampling.ban_early_end(self.sampling.adjust(self.logits[rows], *self.history), at)
@@ -214,13 +213,13 @@ def decide(
     seen: Tensor | None = None,
     counts: Tensor | None = None,
     allowed: Tensor | None = None,
-    head: MarkovHead | None = None,
+    head: Callable[[Tensor], Tensor] | None = None,
 ) -> Decision:
     """`decide_by` what the logits (tokens, vocabulary) of all windows say.
 
     ``seen`` and ``counts`` (sequences, vocabulary) are the tokens up to the last one. ``allowed`` (sequences, most
     drafts + 1, vocabulary) has the tokens that a grammar allows at the verified positions; masks are free. ``head``
-    adds to the logits of masks.
+    (a Markov head) adds to the logits of masks.
     """
     history = _along_drafts(windows.drafts, seen, counts)
     choices = LogitsChoices(logits, windows.drafts, dials, sampling, history, allowed, head)

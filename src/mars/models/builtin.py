@@ -53,6 +53,16 @@ def fetch() -> Path:
     return folder
 
 
+def gguf_file() -> Path:
+    """The built-in model's base as the GGUF file that it was converted from, for other software."""
+    target = cache_home() / GGUF_NAME
+    if sha256(target) != GGUF_SHA256:
+        cache_home().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache_home()) as scratch:
+            _download(Path(scratch)).replace(target)
+    return target
+
+
 def _build(folder: Path) -> None:
     for leftover in folder.parent.glob(f"{folder.name}.*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)

@@ -18,10 +18,16 @@ class Checkpoint:
     tokenizer: PreTrainedTokenizerBase
     settings: Settings | None = None  # None: not trained by MARS, so it decodes one token per forward
     adapter: GatedAdapter | None = None  # attached to the module; None: the weights themselves were trained
+    is_int8: bool = False  # may the engine keep the weights in 8 bits or fewer?
 
     @property
     def device(self) -> torch.device:
         return self.module.device
+
+    @property
+    def form(self) -> str:
+        """The precision of the weights that the engine decodes with: a dtype's name, or ``int8``."""
+        return "int8" if self.is_int8 else str(self.module.dtype).removeprefix("torch.")
 
     @property
     def vocabulary(self) -> int:

@@ -22,7 +22,7 @@ from mars.models.checkpoint import Checkpoint
 from mars.models.gguf import load_gguf
 from mars.models.layout import store_by_columns
 from mars.models.settings import Settings, rows_needed
-from mars.models.support import refuse_config, refuse_gaps, refuse_model
+from mars.models.support import has_compiled_step, refuse_config, refuse_gaps, refuse_model
 
 ADAPTER_FILE = "adapter_config.json"
 
@@ -39,7 +39,9 @@ def load_checkpoint(
     Built in are ``smollm2-135m`` and, without the adapter that makes it a MARS model, ``smollm2-135m-base``.
 
     ``adapter`` is a folder or hub id with a gated adapter, or a folder of peft's, which is merged. The device is a CUDA
-    GPU if there is one, else the CPU; the dtype bfloat16 on the one and float32 on the other, unless given.
+    GPU if there is one, else the CPU. The dtype is bfloat16 on a GPU. On a CPU it is ``int8`` for weights from a GGUF
+    file, as the built-in model's are: the engine keeps them in 8 bits, or in 4 if nothing is lost by it. Other weights
+    are in bfloat16 where the processor multiplies it and the engine's compiled step can run the model, else in float32.
     """
     name = _expand(name)
     revision = None
@@ -52,11 +54,14 @@ def load_checkpoint(
         if not is_model(name):
             name, revision = files.base
     device = _device(device)
-    picked = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is None:
-        picked = torch.float32 if device.type == "cpu" else torch.bfloat16
+        dtype = _default_dtype(name, device, revision)
+    is_int8 = dtype in ("int8", torch.int8)
+    if is_int8 and device.type != "cpu":
+        raise MarsError(f"dtype int8 is for a CPU: use bfloat16, float16 or float32 on {device}")
+    picked = torch.float32 if is_int8 else getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(picked, torch.dtype) or not picked.is_floating_point:
-        raise MarsError(f"unknown dtype {dtype!r}: use float32, bfloat16 or float16")
+        raise MarsError(f"unknown dtype {dtype!r}: use float32, bfloat16, float16 or int8")
     model, tokenizer = _load(name, picked, revision)
     refuse_model(name, model)
     settings = Settings.read(model.generation_config)
@@ -74,10 +79,22 @@ def load_checkpoint(
     gated = None if files is None else read_adapter(files, model)
     if device.type == "cpu":
         store_by_columns(model)
-    checkpoint = Checkpoint(name, model, tokenizer, settings, gated)
+    checkpoint = Checkpoint(name, model, tokenizer, settings, gated, is_int8)
     if settings is not None and gated is None and settings.mask_token_id >= checkpoint.vocabulary:
         raise MarsError(f"{name} has {checkpoint.vocabulary} tokens, but its mask token is {settings.mask_token_id}")
     return checkpoint
+
+
+def _default_dtype(name: str, device: torch.device, revision: str | None) -> str:
+    if device.type != "cpu":
+        return "bfloat16"
+    if name in (builtin.NAME, builtin.BASE) or name.endswith(".gguf"):
+        return "int8"
+    try:
+        config = AutoConfig.from_pretrained(name, revision=revision)
+    except Exception:  # `_load` will say what is wrong
+        return "float32"
+    return "bfloat16" if torch.cpu._is_avx512_bf16_supported() and has_compiled_step(config) else "float32"
 
 
 def _device(name: str | torch.device | None) -> torch.device:

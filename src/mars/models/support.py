@@ -8,6 +8,7 @@ from mars.errors import MarsError
 
 ATTENTION = {"full_attention", "sliding_attention"}
 SHIFTING_ROPE = {"dynamic", "longrope"}
+COMPILED_FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 RECURRENT_WORDS = ("mamba", "rwkv", "recurrent", "xlstm", "lfm2", "jamba", "bamba")
 
 
@@ -25,6 +26,11 @@ def refuse_model(name: str, model: PreTrainedModel) -> None:
         raise MarsError(f"{name} cannot be used: it keeps a recurrent state, which cannot be rolled back")
     if not model._supports_attention_backend:
         raise MarsError(f"{name} cannot be used: {type(model).__name__} does not use transformers' attention interface")
+
+
+def has_compiled_step(config: PreTrainedConfig) -> bool:
+    """Does the engine's compiled step on a CPU know this kind of model?"""
+    return config.model_type in COMPILED_FAMILIES and config.hidden_act == "silu"
 
 
 def refuse_gaps(report: dict[str, Any]) -> None:

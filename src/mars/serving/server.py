@@ -45,6 +45,7 @@ class Serving:
     port: int
     max_num_seqs: int
     memory: float | None
+    dtype: str | None
     max_waiting: int
     max_new_tokens: int | None
     api_key: str | None
@@ -92,6 +93,7 @@ async def _serve(serving: Serving, rules: Rules) -> None:
             serving.model,
             serving.name,
             serving.adapter,
+            serving.dtype,
             max_num_seqs=serving.max_num_seqs,
             memory=serving.memory,
             max_waiting=serving.max_waiting,

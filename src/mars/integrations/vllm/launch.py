@@ -66,7 +66,7 @@ def _checkpoint(model: str, adapter: str | None, scratch: Path) -> tuple[list[st
     if files is not None and not model.endswith(".gguf"):
         base, revision = (model, None) if adapter else files.base
         return ["--model", base, *(["--revision", revision] if revision else [])], {"adapter": files.name}
-    save_checkpoint(load_checkpoint(model, adapter=adapter, device="cpu"), scratch / "model")
+    save_checkpoint(load_checkpoint(model, adapter=adapter, device="cpu", dtype="float32"), scratch / "model")
     return ["--model", str(scratch / "model")], {}
 
 
