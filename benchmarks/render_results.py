@@ -233,6 +233,52 @@ def server(read: Read) -> Table:
     ]
 
 
+def cpu(read: Read) -> Table:
+    measured = read("cpu-speed")["rows"]
+    one_token = ["PyTorch, float32", "PyTorch, bfloat16", "llama.cpp", "float32", "bfloat16", "int8"]
+
+    def line(kind: str) -> list[str]:
+        here = [row for row in measured if row["kind"] == kind and row["requests"] == 1]
+        alone = [whole(find(here, decoder=name, dial="one-token")["tokens_per_second"]) for name in one_token]
+        exact = find(here, decoder="int8", dial="exact")
+        ratio, per_forward = times(exact["ratio_to_one_token"], 2), f"{exact['tokens_per_forward']:.2f}"
+        return [kind, *alone, f"**{whole(exact['tokens_per_second'])}**", ratio, per_forward]
+
+    header = [*one_token, "int8, exact", "over one-token", "tokens per forward"]
+    return [["", *header], *(line(kind) for kind in dict.fromkeys(row["kind"] for row in measured))]
+
+
+def cpu_load(read: Read) -> Table:
+    measured = [row for row in read("cpu-speed")["rows"] if row["decoder"] == "int8"]
+    kinds = list(dict.fromkeys(row["kind"] for row in measured))
+
+    def line(requests: int) -> list[str]:
+        cells = []
+        for kind in kinds:
+            one, exact = (find(measured, kind=kind, requests=requests, dial=dial) for dial in ("one-token", "exact"))
+            ratio = times(exact["ratio_to_one_token"], 2)
+            cells.append(f"{whole(one['tokens_per_second'])} → {whole(exact['tokens_per_second'])} ({ratio})")
+        return [str(requests), *cells]
+
+    return [["requests", *kinds], *(line(size) for size in sorted({row["requests"] for row in measured}))]
+
+
+def cpu_forms(read: Read) -> Table:
+    return [
+        ["", "MB of weights", "loss", "same argmax as float32", "KL to float32"],
+        *(
+            [
+                row["form"],
+                whole(row["weight_bytes"] / 1e6),
+                f"{row['loss']:.4f}",
+                f"{row['same_argmax']:.1%}",
+                f"{abs(row['kl']):.4f}",
+            ]
+            for row in read("cpu-forms")["rows"]
+        ),
+    ]
+
+
 TABLES: dict[str, Callable[[Read], Table]] = {
     "conversion": conversion,
     "ar-cost": ar_cost,
@@ -243,6 +289,9 @@ TABLES: dict[str, Callable[[Read], Table]] = {
     "training": training,
     "scores": scores,
     "server": server,
+    "cpu": cpu,
+    "cpu-load": cpu_load,
+    "cpu-forms": cpu_forms,
 }
 
 
