@@ -39,5 +39,6 @@ def _is_plain(checkpoint: Checkpoint) -> bool:
     """Are the layers what they seem? Something may have been put in their place."""
     linears = [each for name, each in checkpoint.module.named_modules() if name.endswith("_proj")]
     decoder = checkpoint.module.get_decoder()
-    rotates_whole_heads = 2 * len(decoder.rotary_emb.inv_freq) == decoder.layers[0].self_attn.head_dim
-    return all(type(each) is nn.Linear for each in linears) and rotates_whole_heads
+    head_size = decoder.layers[0].self_attn.head_dim
+    rotates_whole_heads = 2 * len(decoder.rotary_emb.inv_freq) == head_size
+    return all(type(each) is nn.Linear for each in linears) and rotates_whole_heads and head_size % 4 == 0

@@ -18,6 +18,7 @@ from mars.models.checkpoint import Checkpoint
 from mars.models.gated import LowRank
 
 PAGE = 16  # tokens in a page of the cache
+MOST_RANK = 64  # of an adapter's changes: what they bring beyond is less than the time it takes to read more
 VECTOR = 16  # heads of values are padded to a multiple of it
 
 
@@ -223,8 +224,10 @@ class CpuModel:
                 rank = len(next(iter(changes.values())).a)
                 none = LowRank(layer.in_features, layer.out_features, rank)  # it begins without an effect
                 change = changes.get(name, none)
-                first = self._by_heads(change.a) if heads else change.a
-                second = adapter.scale * change.b
+                first, second = _of_rank(
+                    MOST_RANK, change.a.detach().float(), adapter.scale * change.b.detach().float()
+                )
+                first = self._by_heads(first) if heads else first
                 linear.a[index], linear.b[index] = (self._matrix(each, drafts=True) for each in (first, second))
         return linear
 
@@ -247,6 +250,16 @@ class CpuModel:
         held = pad(vector.detach().float(), (0, -len(vector) % GROUP)).clone()
         self._kept.append(held)
         return held.data_ptr()
+
+
+def _of_rank(rank: int, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors of the change ``b @ a``, or of the nearest one of so small a rank."""
+    if len(a) <= rank:
+        return a, b
+    (left, middle), (right, other) = torch.linalg.qr(b), torch.linalg.qr(a.T)
+    u, sizes, v = torch.linalg.svd(middle @ other.T)
+    roots = sizes[:rank].sqrt()
+    return roots[:, None] * v[:rank] @ right.T, left @ u[:, :rank] * roots
 
 
 def _sliding_window(attention: Any) -> int | None:

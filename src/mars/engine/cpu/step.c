@@ -22,6 +22,7 @@
 #define TILE 16  /* outputs of a matrix that are computed together */
 #define GROUP 32 /* inputs of an output that share a scale and a minimum */
 #define PAGE 16  /* tokens in a page of the KV cache */
+#define AHEAD 6400 /* bytes: weights are fetched so long before they are needed */
 
 /* ---- vectors of floats, as wide as the machine's */
 
@@ -121,9 +122,15 @@ INLINE void restore_denormals(unsigned before) {
 typedef uint16_t words __attribute__((vector_size(2 * LANES)));
 
 INLINE floats load_bf16(const uint16_t *from) {
+#if LANES == 16
+    return (floats)((ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)) << 16);
+#elif LANES == 8
+    return (floats)((ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)) << 16);
+#else
     words w;
     memcpy(&w, from, sizeof w);
     return (floats)(__builtin_convertvector(w, ints) << 16);
+#endif
 }
 
 INLINE uint16_t to_bf16(float x) {
@@ -294,23 +301,32 @@ typedef struct {
 
 /* ---- inputs of products, in the form that a kind of matrix takes */
 
+/* Rows in blocks of ROWS, so that those of a block are at constant distances: codes as (blocks, groups, ROWS, 32), numbers
+ * as (blocks, groups, ROWS, 2), plain as (blocks, inputs, ROWS), half as (blocks, inputs / 2, ROWS, 2). */
 typedef struct {
     int8_t *codes;
-    float *scale, *sum; /* of each group: the scale, and the sum of what the codes stand for */
+    float *numbers; /* of each group: the scale, and the sum of what the codes stand for */
     float *plain;
     uint16_t *half;
     int stride; /* inputs of a row */
 } Input;
 
+/* Where a row's inputs from `group` on begin. */
+INLINE Input input_at(const Input *in, int row, int group) {
+    const size_t block = row / ROWS * (size_t)(in->stride / GROUP) + group, lane = row % ROWS;
+    return (Input){in->codes + (block * ROWS + lane) * GROUP, in->numbers + (block * ROWS + lane) * 2,
+                   in->plain + block * GROUP * ROWS + lane, in->half + block * GROUP * ROWS + lane * 2, in->stride};
+}
+
 /* 32 inputs of a row. */
 static void encode(const Input *in, int kind, int row, int group, const float *x) {
-    const size_t at = (size_t)row * in->stride + group * GROUP, number = (size_t)row * (in->stride / GROUP) + group;
+    const Input at = input_at(in, row, group);
     if (kind == FLOAT32) {
-        memcpy(in->plain + at, x, GROUP * sizeof *x);
+        for (int i = 0; i < GROUP; i++) at.plain[i * ROWS] = x[i];
         return;
     }
     if (kind == BFLOAT16) {
-        for (int i = 0; i < GROUP; i++) in->half[at + i] = to_bf16(x[i]);
+        for (int i = 0; i < GROUP; i++) at.half[i / 2 * 2 * ROWS + i % 2] = to_bf16(x[i]);
         return;
     }
     int32_t most = 0, bits[GROUP], whole[GROUP], sum = 0;
@@ -326,28 +342,20 @@ static void encode(const Input *in, int kind, int row, int group, const float *x
     int8_t codes_of[GROUP];
     for (int i = 0; i < GROUP; i++) codes_of[i] = (int8_t)whole[i];
     for (int i = 0; i < GROUP; i++) sum += whole[i];
-    memcpy(in->codes + at, codes_of, GROUP);
-    in->scale[number] = scale;
-    in->sum[number] = scale * (float)sum;
+    memcpy(at.codes, codes_of, GROUP);
+    at.numbers[0] = scale;
+    at.numbers[1] = scale * (float)sum;
 }
 
-/* ---- products: 16 outputs of up to 8 rows; `count` is a constant wherever these are inlined */
+/* ---- products: 16 outputs of up to ROWS rows of a block, from `x` on; `count` is a constant wherever these are inlined */
 
-INLINE void tile_of_codes(const uint8_t *tile, int groups, int bits, const Input *in, const int *rows,
-                          const int count, float out[ROWS][TILE]) {
+INLINE void tile_of_codes(const uint8_t *tile, int groups, int bits, Input x, const int count, float out[ROWS][TILE]) {
     floats sums[ROWS][PARTS];
     UNROLLED for (int i = 0; i < count; i++)
         UNROLLED for (int p = 0; p < PARTS; p++) sums[i][p] = all(0);
-    const int all_groups = in->stride / GROUP;
-    const int8_t *x[ROWS];
-    const float *scales[ROWS], *totals[ROWS];
-    UNROLLED for (int i = 0; i < count; i++) {
-        x[i] = in->codes + (size_t)rows[i] * in->stride;
-        scales[i] = in->scale + (size_t)rows[i] * all_groups;
-        totals[i] = in->sum + (size_t)rows[i] * all_groups;
-    }
     for (int group = 0; group < groups; group++) {
         const uint16_t *numbers = (const uint16_t *)tile;
+        for (int line = 0; line < 1 + bits; line++) __builtin_prefetch(tile + AHEAD + 64 * line);
         UNROLLED for (int p = 0; p < PARTS; p++) {
             const floats scale = load_half(numbers + p * LANES), minimum = load_half(numbers + TILE + p * LANES);
             codes w[8];
@@ -366,64 +374,62 @@ INLINE void tile_of_codes(const uint8_t *tile, int groups, int bits, const Input
             UNROLLED for (int i = 0; i < count; i++) {
                 ints sum = {0}, other = {0}; /* two sums: a processor adds to both at once */
                 UNROLLED for (int j = 0; j < 4; j++) {
-                    sum = dot(sum, w[j], x[i] + group * GROUP + 4 * j);
-                    other = dot(other, w[j + 4], x[i] + group * GROUP + 4 * j + 16);
+                    sum = dot(sum, w[j], x.codes + i * GROUP + 4 * j);
+                    other = dot(other, w[j + 4], x.codes + i * GROUP + 4 * j + 16);
                 }
                 const floats product = __builtin_convertvector(sum + other, floats) * scale;
-                sums[i][p] = fma_(product, all(scales[i][group]), sums[i][p]);
-                sums[i][p] = fma_(minimum, all(totals[i][group]), sums[i][p]);
+                sums[i][p] = fma_(product, all(x.numbers[2 * i]), sums[i][p]);
+                sums[i][p] = fma_(minimum, all(x.numbers[2 * i + 1]), sums[i][p]);
             }
         }
         tile += 64 + 64 * bits;
+        x.codes += ROWS * GROUP;
+        x.numbers += ROWS * 2;
     }
     UNROLLED for (int i = 0; i < count; i++)
         UNROLLED for (int p = 0; p < PARTS; p++) store(out[i] + p * LANES, sums[i][p]);
 }
 
-INLINE void tile_of_floats(const float *tile, int inputs, const Input *in, const int *rows, const int count,
-                           float out[ROWS][TILE]) {
+INLINE void tile_of_floats(const float *tile, int inputs, Input x, const int count, float out[ROWS][TILE]) {
     floats sums[ROWS][PARTS];
-    const float *x[ROWS];
-    UNROLLED for (int i = 0; i < count; i++) {
-        x[i] = in->plain + (size_t)rows[i] * in->stride;
+    UNROLLED for (int i = 0; i < count; i++)
         UNROLLED for (int p = 0; p < PARTS; p++) sums[i][p] = all(0);
-    }
-    for (int k = 0; k < inputs; k++, tile += TILE)
+    for (int k = 0; k < inputs; k++, tile += TILE, x.plain += ROWS) {
+        __builtin_prefetch((const char *)tile + AHEAD);
         UNROLLED for (int p = 0; p < PARTS; p++) {
             const floats w = load(tile + p * LANES);
-            UNROLLED for (int i = 0; i < count; i++) sums[i][p] = fma_(w, all(x[i][k]), sums[i][p]);
+            UNROLLED for (int i = 0; i < count; i++) sums[i][p] = fma_(w, all(x.plain[i]), sums[i][p]);
         }
+    }
     UNROLLED for (int i = 0; i < count; i++)
         UNROLLED for (int p = 0; p < PARTS; p++) store(out[i] + p * LANES, sums[i][p]);
 }
 
-INLINE void tile_of_halves(const uint16_t *tile, int inputs, const Input *in, const int *rows,
-                           const int count, float out[ROWS][TILE]) {
+INLINE void tile_of_halves(const uint16_t *tile, int inputs, Input x, const int count, float out[ROWS][TILE]) {
     floats sums[ROWS][PARTS];
-    const uint16_t *x[ROWS];
-    UNROLLED for (int i = 0; i < count; i++) {
-        x[i] = in->half + (size_t)rows[i] * in->stride;
+    UNROLLED for (int i = 0; i < count; i++)
         UNROLLED for (int p = 0; p < PARTS; p++) sums[i][p] = all(0);
-    }
-    for (int k = 0; k < inputs; k += 2, tile += 2 * TILE)
+    for (int k = 0; k < inputs; k += 2, tile += 2 * TILE, x.half += 2 * ROWS) {
+        __builtin_prefetch((const char *)tile + AHEAD);
         UNROLLED for (int p = 0; p < PARTS; p++) {
             ints pairs;
             memcpy(&pairs, tile + p * 2 * LANES, sizeof pairs);
 #if defined(__AVX512BF16__)
             UNROLLED for (int i = 0; i < count; i++) {
                 int32_t two;
-                memcpy(&two, x[i] + k, 4);
+                memcpy(&two, x.half + 2 * i, 4);
                 const __m512i both = _mm512_set1_epi32(two);
                 sums[i][p] = (floats)_mm512_dpbf16_ps((__m512)sums[i][p], (__m512bh)pairs, (__m512bh)both);
             }
 #else
             const floats even = (floats)(pairs << 16), odd = (floats)(pairs & (int32_t)0xffff0000);
             UNROLLED for (int i = 0; i < count; i++) {
-                sums[i][p] = fma_(even, all(from_bf16(x[i][k])), sums[i][p]);
-                sums[i][p] = fma_(odd, all(from_bf16(x[i][k + 1])), sums[i][p]);
+                sums[i][p] = fma_(even, all(from_bf16(x.half[2 * i])), sums[i][p]);
+                sums[i][p] = fma_(odd, all(from_bf16(x.half[2 * i + 1])), sums[i][p]);
             }
 #endif
         }
+    }
     UNROLLED for (int i = 0; i < count; i++)
         UNROLLED for (int p = 0; p < PARTS; p++) store(out[i] + p * LANES, sums[i][p]);
 }
@@ -437,13 +443,12 @@ static size_t tile_bytes(const Matrix *m) {
     }
 }
 
-INLINE void tile_of(const Matrix *m, const void *tile, const Input *in, const int *rows, const int count,
-                    float out[ROWS][TILE]) {
+INLINE void tile_of(const Matrix *m, const void *tile, Input x, const int count, float out[ROWS][TILE]) {
     switch (m->kind) {
-        case FLOAT32: tile_of_floats(tile, m->inputs, in, rows, count, out); break;
-        case BFLOAT16: tile_of_halves(tile, m->inputs, in, rows, count, out); break;
-        case INT8: tile_of_codes(tile, m->inputs / GROUP, 8, in, rows, count, out); break;
-        default: tile_of_codes(tile, m->inputs / GROUP, 4, in, rows, count, out); break;
+        case FLOAT32: tile_of_floats(tile, m->inputs, x, count, out); break;
+        case BFLOAT16: tile_of_halves(tile, m->inputs, x, count, out); break;
+        case INT8: tile_of_codes(tile, m->inputs / GROUP, 8, x, count, out); break;
+        default: tile_of_codes(tile, m->inputs / GROUP, 4, x, count, out); break;
     }
 }
 
@@ -454,32 +459,43 @@ INLINE void share(int columns, int me, int threads, int *from, int *to) {
     *to = (int)((int64_t)(columns / GROUP) * (me + 1) / threads);
 }
 
-/* out[place] = weight x[row] + bias, or added to it, for this thread's share of the outputs. */
-static void product(const Matrix *m, const float *bias, const Input *in, const int *rows, const int *places, int count,
-                    float *out, size_t stride, int adds, int me, int threads) {
+/* Rows of a product: inputs from `group` on, and where their outputs go. */
+typedef struct {
+    const Input *in;
+    int group, first, count;
+    float *out;
+    size_t stride;
+    const int *places; /* rows of `out`, by number of the row; null: the same as those of `in` */
+} Rows;
+
+/* out = weight x + bias, or added to it, for this thread's share of the outputs. */
+static void product(const Matrix *m, const float *bias, const Rows *rows, int adds, int me, int threads) {
     int from, to;
     share(m->outputs, me, threads, &from, &to);
     const size_t bytes = tile_bytes(m);
+    const int end = rows->first + rows->count;
     for (int t = from * GROUP / TILE; t < to * GROUP / TILE; t++) {
         const void *tile = (const char *)m->tiles + t * bytes;
-        for (int done = 0; done < count; done += ROWS) {
+        for (int row = rows->first, now; row < end; row += now) {
             float y[ROWS][TILE];
-            const int now = count - done < ROWS ? count - done : ROWS;
-            const int *mine = rows + done;
+            const Input x = input_at(rows->in, row, rows->group);
+            now = ROWS - row % ROWS;
+            if (now > end - row) now = end - row;
             switch (now) {
-                case 1: tile_of(m, tile, in, mine, 1, y); break;
-                case 2: tile_of(m, tile, in, mine, 2, y); break;
-                case 3: tile_of(m, tile, in, mine, 3, y); break;
+                case 1: tile_of(m, tile, x, 1, y); break;
+                case 2: tile_of(m, tile, x, 2, y); break;
+                case 3: tile_of(m, tile, x, 3, y); break;
 #if LANES == 16
-                case 4: tile_of(m, tile, in, mine, 4, y); break;
-                case 5: tile_of(m, tile, in, mine, 5, y); break;
-                case 6: tile_of(m, tile, in, mine, 6, y); break;
-                case 7: tile_of(m, tile, in, mine, 7, y); break;
+                case 4: tile_of(m, tile, x, 4, y); break;
+                case 5: tile_of(m, tile, x, 5, y); break;
+                case 6: tile_of(m, tile, x, 6, y); break;
+                case 7: tile_of(m, tile, x, 7, y); break;
 #endif
-                default: tile_of(m, tile, in, mine, ROWS, y); break;
+                default: tile_of(m, tile, x, ROWS, y); break;
             }
             for (int i = 0; i < now; i++) {
-                float *at = out + places[done + i] * stride + t * TILE;
+                const int place = rows->places ? rows->places[row + i] : row + i;
+                float *at = rows->out + place * rows->stride + t * TILE;
                 for (int p = 0; p < PARTS; p++) {
                     floats sum = load(y[i] + p * LANES);
                     if (bias) sum += load(bias + t * TILE + p * LANES);
@@ -517,8 +533,8 @@ typedef struct {
     const Model *model;
     const Inputs *inputs;
     Barrier *barrier;
-    int count, masks, threads; /* rows that are not padding, masks among them */
-    int *rows, *mask_rows, *window_row; /* 0, 1, ... for all rows; those of masks; where each row is in the windows */
+    int count, masks, threads; /* rows that are not padding; how many of them, the last ones, are masks */
+    int *window_row;           /* where each row is in the windows */
     Input in, wide, low;       /* inputs of products: the residual stream; attention and MLP; an adapter's second ones */
     float *x, *y;              /* the residual stream, and outputs of a product */
     float *squares;            /* (rows, groups of x): sums over groups of the residual stream */
@@ -570,29 +586,25 @@ static void encode_norms(const Step *s, const float *weight) {
 
 /* Products of all rows, with the adapter's change for masks. */
 static void linear(const Step *s, const Linear *l, const Input *in, float *out, size_t stride, int adds) {
-    for (int i = 0; i < l->count; i++)
-        product(&l->weight[i], l->bias[i], in, s->rows, s->rows, s->count, out + l->at[i], stride, adds, s->me,
-                s->threads);
+    const int text = s->count - s->masks;
+    for (int i = 0; i < l->count; i++) {
+        const Rows all_rows = {in, 0, 0, s->count, out + l->at[i], stride};
+        product(&l->weight[i], l->bias[i], &all_rows, adds, s->me, s->threads);
+    }
     if (!s->masks || !l->a[0].outputs) return;
-    Input low = s->low;
-    const int *masks = s->mask_rows;
     int first = 0, from, to; /* the first columns of the projection of each layer */
-    low.stride = (int)s->low_stride;
     for (int i = 0; i < l->count; first += l->a[i++].outputs) {
-        float *projected = s->projected + first;
-        product(&l->a[i], 0, in, masks, masks, s->masks, projected, s->low_stride, 0, s->me, s->threads);
+        const Rows masks = {in, 0, text, s->masks, s->projected + first, s->low_stride};
+        product(&l->a[i], 0, &masks, 0, s->me, s->threads);
         share(l->a[i].outputs, s->me, s->threads, &from, &to);
-        for (int mask = 0; mask < s->masks; mask++)
+        for (int row = text; row < s->count; row++)
             for (int group = from; group < to; group++)
-                encode(&low, l->b[i].kind, masks[mask], first / GROUP + group,
-                       projected + masks[mask] * s->low_stride + group * GROUP);
+                encode(&s->low, l->b[i].kind, row, first / GROUP + group, masks.out + row * s->low_stride + group * GROUP);
     }
     meet_all(s);
     for (int i = first = 0; i < l->count; first += l->a[i++].outputs) {
-        Input mine = low;
-        mine.codes += first, mine.plain += first, mine.half += first;
-        mine.scale += first / GROUP, mine.sum += first / GROUP;
-        product(&l->b[i], 0, &mine, masks, masks, s->masks, out + l->at[i], stride, 1, s->me, s->threads);
+        const Rows masks = {&s->low, first / GROUP, text, s->masks, out + l->at[i], stride};
+        product(&l->b[i], 0, &masks, 1, s->me, s->threads);
     }
 }
 
@@ -658,6 +670,8 @@ static int sees(const Inputs *in, int window_row, int64_t cursor, int64_t index,
     return text || (in->group[key] == in->group[window_row] && in->offset[key] <= in->offset[window_row]);
 }
 
+#define SUMS 4 /* partial sums of attention: a processor adds to all of them at once */
+
 /* `count` query heads of a row that share keys, into `out`; `half` and `count` are constants where this is inlined. */
 INLINE void attend_heads(const Step *s, const Layer *layer, int row, int kv_head, const float *query, const int count,
                          const int half, float *out) {
@@ -676,15 +690,25 @@ INLINE void attend_heads(const Step *s, const Layer *layer, int row, int kv_head
         UNROLLED for (int p = 0; p < PARTS; p++) highest[h][p] = all(-1e30f);
     for (int64_t page = first; page <= last; page++) {
         const size_t block = page_of(in, sequence, page * PAGE) * m->kv_heads + kv_head;
+        const size_t next = page_of(in, sequence, (page + 1) * PAGE) * m->kv_heads + kv_head, bytes = half ? 2 : 4;
         floats dots[4][PARTS];
-        UNROLLED for (int h = 0; h < count; h++)
-            UNROLLED for (int p = 0; p < PARTS; p++) dots[h][p] = all(0);
-        for (int i = 0; i < size; i++)
-            UNROLLED for (int p = 0; p < PARTS; p++) {
-                const floats key = cached(layer->keys, (block * size + i) * PAGE + p * LANES, half);
-                UNROLLED for (int h = 0; h < count; h++)
-                    dots[h][p] = fma_(key, all(query[h * size + i]), dots[h][p]);
+        UNROLLED for (int p = 0; p < PARTS; p++) {
+            floats sums[SUMS][4];
+            UNROLLED for (int j = 0; j < SUMS; j++)
+                UNROLLED for (int h = 0; h < count; h++) sums[j][h] = all(0);
+            for (int i = 0; i < size; i += SUMS) {
+                __builtin_prefetch((const char *)layer->keys + (next * size + i) * PAGE * bytes);
+                __builtin_prefetch((const char *)layer->keys + (next * size + i + 2) * PAGE * bytes);
+                __builtin_prefetch((const char *)layer->values + (block * padded + i) * PAGE * bytes);
+                __builtin_prefetch((const char *)layer->values + (block * padded + i + 2) * PAGE * bytes);
+                UNROLLED for (int j = 0; j < SUMS; j++) {
+                    const floats key = cached(layer->keys, (block * size + i + j) * PAGE + p * LANES, half);
+                    UNROLLED for (int h = 0; h < count; h++)
+                        sums[j][h] = fma_(key, all(query[h * size + i + j]), sums[j][h]);
+                }
             }
+            UNROLLED for (int h = 0; h < count; h++) dots[h][p] = (sums[0][h] + sums[1][h]) + (sums[2][h] + sums[3][h]);
+        }
         float *to = scores + (page - first) * PAGE;
         const int whole = page * PAGE >= oldest && (page + 1) * PAGE <= cursor;
         int32_t visible[PAGE];
@@ -720,21 +744,24 @@ INLINE void attend_heads(const Step *s, const Layer *layer, int row, int kv_head
         for (int p = 0; p < PARTS; p++) total[h] += sum_(sums[p]);
     }
     for (int part = 0; part < padded; part += LANES) {
-        floats mixed[4];
-        UNROLLED for (int h = 0; h < count; h++) mixed[h] = all(0);
+        floats mixed[SUMS][4];
+        UNROLLED for (int j = 0; j < SUMS; j++)
+            UNROLLED for (int h = 0; h < count; h++) mixed[j][h] = all(0);
         for (int64_t page = first; page <= last; page++) {
             const size_t block = page_of(in, sequence, page * PAGE) * m->kv_heads + kv_head;
             const size_t at = block * padded * PAGE + part / 16 * 16 * PAGE + part % 16;
             const float *weights = scores + (page - first) * PAGE;
-            for (int t = 0; t < PAGE; t++) {
-                const floats value = cached(layer->values, at + t * 16, half);
-                UNROLLED for (int h = 0; h < count; h++)
-                    mixed[h] = fma_(value, all(weights[h * most + t]), mixed[h]);
-            }
+            for (int t = 0; t < PAGE; t += SUMS)
+                UNROLLED for (int j = 0; j < SUMS; j++) {
+                    const floats value = cached(layer->values, at + (t + j) * 16, half);
+                    UNROLLED for (int h = 0; h < count; h++)
+                        mixed[j][h] = fma_(value, all(weights[h * most + t + j]), mixed[j][h]);
+                }
         }
         UNROLLED for (int h = 0; h < count; h++) {
             float values[LANES];
-            store(values, mixed[h] / all(total[h]));
+            const floats sum = (mixed[0][h] + mixed[1][h]) + (mixed[2][h] + mixed[3][h]);
+            store(values, sum / all(total[h]));
             const int real = size - part < LANES ? size - part : LANES;
             if (real > 0) memcpy(out + h * size + part, values, real * sizeof(float));
         }
@@ -834,8 +861,8 @@ static void run(Step *s) {
         linear(s, &layer->down, &s->wide, s->x, s->x_stride, 1);
     }
     encode_norms(s, m->norm);
-    product(&m->output, m->output_bias, &s->in, s->rows, s->window_row, s->count, s->inputs->logits,
-            m->output.outputs, 0, s->me, s->threads);
+    const Rows rows = {&s->in, 0, 0, s->count, s->inputs->logits, m->output.outputs, s->window_row};
+    product(&m->output, m->output_bias, &rows, 0, s->me, s->threads);
 }
 
 /* ---- what is called */
@@ -850,9 +877,9 @@ static void *carve(char *scratch, size_t *used, size_t bytes) {
 }
 
 static void carve_input(Input *in, char *scratch, size_t *used, size_t rows, size_t width) {
+    rows = (rows + ROWS - 1) / ROWS * ROWS;
     in->codes = carve(scratch, used, rows * width);
-    in->scale = carve(scratch, used, rows * width / GROUP * 4);
-    in->sum = carve(scratch, used, rows * width / GROUP * 4);
+    in->numbers = carve(scratch, used, rows * width / GROUP * 8);
     in->plain = carve(scratch, used, rows * width * 4);
     in->half = carve(scratch, used, rows * width * 2);
     in->stride = (int)width;
@@ -889,8 +916,6 @@ static size_t lay_out(Step *s, char *scratch) {
     s->most = (longest + in->width + 2 * PAGE) / PAGE * PAGE;
     size_t used = 0;
     s->barrier = carve(scratch, &used, sizeof(Barrier));
-    s->rows = carve(scratch, &used, rows * sizeof(int));
-    s->mask_rows = carve(scratch, &used, rows * sizeof(int));
     s->window_row = carve(scratch, &used, rows * sizeof(int));
     s->x = carve(scratch, &used, rows * s->x_stride * 4);
     s->y = carve(scratch, &used, rows * s->y_stride * 4);
@@ -921,12 +946,13 @@ int64_t mars_step(const Model *model, const Inputs *inputs) {
     if (needed > inputs->scratch_bytes) return needed;
     lay_out(&step, inputs->scratch);
     memset(step.barrier, 0, sizeof(Barrier));
-    for (int i = 0; i < inputs->sequences * inputs->width; i++) {
-        if (inputs->tokens[i] < 0) continue;
-        if (inputs->tokens[i] == model->mask_token) step.mask_rows[step.masks++] = step.count;
-        step.rows[step.count] = step.count;
-        step.window_row[step.count++] = i;
-    }
+    const int all_rows = inputs->sequences * inputs->width;
+    for (int i = 0; i < all_rows; i++)
+        if (inputs->tokens[i] >= 0 && inputs->tokens[i] != model->mask_token) step.window_row[step.count++] = i;
+    const int text = step.count;
+    for (int i = 0; i < all_rows && model->mask_token >= 0; i++)
+        if (inputs->tokens[i] == model->mask_token) step.window_row[step.count++] = i;
+    step.masks = step.count - text;
     GOMP_parallel(run_thread, &step, inputs->threads, 0);
     return 0;
 }
@@ -947,7 +973,7 @@ typedef struct {
     const Greedy *greedy;
     Barrier *barrier;
     Input in;
-    const int *rows, *places;
+    const int *places;
     float *highest, *total; /* (threads, count) */
     int64_t *where;
 } Choice;
@@ -957,7 +983,8 @@ static void choose_thread(void *data) {
     const Greedy *g = c->greedy;
     const int me = omp_get_thread_num(), threads = omp_get_num_threads();
     int from, to;
-    if (g->after) product(g->after, 0, &c->in, c->rows, c->places, g->count, g->logits, g->stride, 1, me, threads);
+    const Rows rows = {&c->in, 0, 0, g->count, g->logits, g->stride, c->places};
+    if (g->after) product(g->after, 0, &rows, 1, me, threads);
     share(g->stride, me, threads, &from, &to);
     from *= GROUP, to *= GROUP;
     if (to > g->vocabulary) to = g->vocabulary;
@@ -1000,12 +1027,11 @@ static void choose_thread(void *data) {
 int mars_greedy(const Greedy *g) {
     Choice choice = {.greedy = g};
     const int width = g->after ? g->after->inputs : GROUP;
-    int *rows, *places;
+    int *places;
     char *scratch = 0;
     for (int pass = 0; pass < 2; pass++) { /* the first one counts the memory */
         size_t used = 0;
         choice.barrier = carve(scratch, &used, sizeof(Barrier));
-        rows = carve(scratch, &used, g->count * sizeof(int));
         places = carve(scratch, &used, g->count * sizeof(int));
         choice.highest = carve(scratch, &used, (size_t)g->threads * g->count * 4);
         choice.total = carve(scratch, &used, (size_t)g->threads * g->count * 4);
@@ -1017,7 +1043,6 @@ int mars_greedy(const Greedy *g) {
     memset(choice.total, 0, (size_t)g->threads * g->count * 4);
     for (int i = 0; i < g->threads * g->count; i++) choice.highest[i] = -INFINITY; /* of threads that do not come */
     for (int i = 0; i < g->count; i++) {
-        rows[i] = i;
         places[i] = (int)g->rows[i];
         for (int group = 0; g->after && group < width / GROUP; group++) {
             float x[GROUP];
@@ -1025,7 +1050,7 @@ int mars_greedy(const Greedy *g) {
             encode(&choice.in, g->after->kind, i, group, x);
         }
     }
-    choice.rows = rows, choice.places = places;
+    choice.places = places;
     GOMP_parallel(choose_thread, &choice, g->threads, 0);
     for (int i = 0; i < g->count; i++) {
         float top = -INFINITY, total = 0;
