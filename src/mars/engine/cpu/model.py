@@ -13,7 +13,10 @@ from torch.nn.functional import pad
 from mars.engine.cache import LayerShape, zeros
 from mars.engine.cpu.library import load_library, machine_flags
 from mars.engine.cpu.weights import GROUP, Form, Matrix
+from mars.engine.device_state import DeviceState
+from mars.engine.step import StepInputs, StepOutputs
 from mars.method.visibility import Visibility
+from mars.method.windows import Window
 from mars.models.checkpoint import Checkpoint
 from mars.models.gated import LowRank
 
@@ -77,20 +80,35 @@ class Greedy(Structure):
     )
 
 
+class Decoding(Structure):
+    _fields_ = (
+        *((name, c_int32) for name in ("sequences", "drafts", "masks", "state_drafts", "table_pages", "threads")),
+        *((name, c_void_p) for name in ("slots", "verifies", "groups", "masks_of")),
+        *((name, c_void_p) for name in ("cursor", "last", "draft_count", "state", "emitted", "page_table")),
+        *((name, c_int64) for name in ("context", "banned")),
+        ("vocabulary", c_int32),
+        *((name, POINTER(Matrix)) for name in ("before", "after")),
+        *((name, c_void_p) for name in ("decisions", "probability", "scratch")),
+        ("scratch_bytes", c_int64),
+    )
+
+
 class CpuModel:
     """Weights copied out of a transformers model, and a step compiled for this machine."""
 
     def __init__(self, checkpoint: Checkpoint, form: Form) -> None:
         """Raises if there is no compiler."""
         self._library = load_library(tuple(machine_flags()))
-        self._library.mars_step.restype = c_int64
+        self._library.mars_step.restype = self._library.mars_decode.restype = c_int64
         self.weight_bytes = 0  # what a step without masks reads
         self._kept: list[Any] = []  # memory that the structures point to
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._logits = torch.empty(0, 0, dtype=torch.float32)
+        self._decoded: tuple[DeviceState, Decoding] | None = None
         self._form: Form = form
         self._adapter = checkpoint.adapter
         self._context = checkpoint.context
+        self._banned = -1 if checkpoint.banned_token is None else checkpoint.banned_token
         module = checkpoint.module
         self._names = {layer: name for name, layer in module.named_modules()}
         config, decoder = module.config, module.get_decoder()
@@ -158,6 +176,50 @@ class CpuModel:
             inputs.scratch, inputs.scratch_bytes = self._scratch.data_ptr(), needed
         return logits[:, : self.vocabulary]
 
+    def decode(self, inputs: StepInputs, window: Window, state: DeviceState) -> StepOutputs:
+        """A step of greedy sequences without other options; no sequence's window is larger than ``window``."""
+        count = len(inputs)
+        decisions = torch.empty(count, 4 + window.drafts + window.masks, dtype=torch.long)
+        probabilities = torch.empty(count, window.masks)
+        step, integers = self._decoding(state), inputs.integers
+        step.sequences, step.drafts, step.masks, step.threads = (
+            count,
+            window.drafts,
+            window.masks,
+            torch.get_num_threads(),
+        )
+        first = integers.data_ptr()
+        step.slots, step.verifies, step.groups, step.masks_of = (first + 8 * count * row for row in range(4))
+        step.decisions, step.probability = decisions.data_ptr(), probabilities.data_ptr()
+        step.scratch, step.scratch_bytes = self._scratch.data_ptr(), self._scratch.nbytes
+        while needed := self._library.mars_decode(byref(self._architecture), byref(step)):
+            if needed < 0:
+                raise MemoryError("there is no memory for a step")
+            self._scratch = torch.empty(needed, dtype=torch.uint8)
+            step.scratch, step.scratch_bytes = self._scratch.data_ptr(), needed
+        return StepOutputs(decisions, window.drafts, probabilities=probabilities)
+
+    def _decoding(self, state: DeviceState) -> Decoding:
+        """What is the same in all steps: the state's memory stays where it is."""
+        if self._decoded is None or self._decoded[0] is not state:
+            tensors = (
+                state.cursor,
+                state.last,
+                state.draft_count,
+                state.drafts,
+                state.drafts_emitted,
+                state.page_table,
+            )
+            step = Decoding(state_drafts=state.drafts.shape[1], table_pages=state.page_table.shape[1])
+            for (name, _), tensor in zip(Decoding._fields_[10:16], tensors, strict=True):
+                setattr(step, name, tensor.data_ptr())
+            step.context, step.banned = self._context or 2**62, self._banned
+            step.vocabulary = self.vocabulary
+            if self._head is not None:
+                step.before, step.after = map(pointer, self._head)
+            self._decoded = state, step
+        return self._decoded[1]
+
     def _logits_buffer(self, rows: int) -> Tensor:
         """Kept from step to step: the system would have to clear fresh memory each time."""
         if len(self._logits) < rows:
@@ -166,33 +228,15 @@ class CpuModel:
 
     def head(self, tokens: Tensor) -> Tensor:
         """What the Markov head adds to the logits of masks behind these tokens."""
+        assert self._head is not None
         logits = torch.zeros(len(tokens), self._architecture.output.outputs, dtype=torch.float32)
-        self.greedy(logits, torch.arange(len(tokens)), tokens)
-        return logits[:, : self.vocabulary]
-
-    def argmax(self, logits: Tensor, rows: Tensor) -> Tensor:
-        return self._greedy(logits, rows, None, None)
-
-    def greedy(self, logits: Tensor, rows: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """The argmax of rows of logits, and its probability.
-
-        What the Markov head, if there is one, says of the tokens before these rows is added to the logits first.
-        """
-        probability = torch.empty(len(rows), dtype=torch.float32)
-        return self._greedy(logits, rows, before, probability), probability
-
-    def _greedy(self, logits: Tensor, rows: Tensor, before: Tensor | None, probability: Tensor | None) -> Tensor:
-        rows = rows.contiguous()
-        chosen = torch.empty_like(rows)
+        rows, chosen, tokens = torch.arange(len(tokens)), torch.empty_like(tokens), tokens.contiguous()
         given = Greedy(logits.data_ptr(), logits.stride(0), self.vocabulary, len(rows), torch.get_num_threads())
-        given.rows, given.chosen = rows.data_ptr(), chosen.data_ptr()
-        given.probability = None if probability is None else probability.data_ptr()
-        if before is not None and self._head is not None:
-            before = before.contiguous()
-            given.before, given.after, given.tokens = *map(pointer, self._head), before.data_ptr()
+        given.rows, given.tokens, given.chosen = rows.data_ptr(), tokens.data_ptr(), chosen.data_ptr()
+        given.before, given.after = map(pointer, self._head)
         if self._library.mars_greedy(byref(given)):
             raise MemoryError("there is no memory for a step")
-        return chosen
+        return logits[:, : self.vocabulary]
 
     # --- structures
 

@@ -1065,3 +1065,135 @@ int mars_greedy(const Greedy *g) {
     free(scratch);
     return 0;
 }
+
+/* ---- a whole step of greedy sequences: windows, forward, choices, and the state after it */
+
+/* Does what mars.method.windows.build_windows, mars.method.acceptance.decide_by and DeviceState.advance do. */
+typedef struct {
+    int32_t sequences, drafts, masks; /* `drafts` and `masks`: most of a window */
+    int32_t state_drafts, table_pages, threads;
+    const int64_t *slots, *verifies, *groups, *masks_of; /* (sequences,) */
+    int64_t *cursor, *last, *draft_count, *state;        /* by slot; `state` are the drafts (slots, state_drafts) */
+    uint8_t *emitted;
+    const int64_t *page_table;
+    int64_t context, banned; /* positions that there are; a token that is never chosen, or -1 */
+    int32_t vocabulary;
+    const Matrix *before, *after; /* of the Markov head, or null */
+    int64_t *decisions;           /* (sequences, 4 + drafts + masks): see StepOutputs */
+    float *probability;           /* (sequences, masks): of the predictions */
+    char *scratch;
+    int64_t scratch_bytes;
+} Decoding;
+
+/* A sequence's window: last token, drafts, then a mask group behind each of the first `early` tokens and one behind all. */
+typedef struct {
+    int drafts, early, masks;
+    int64_t slot, token; /* `token`: the newest one, while its masks are read */
+} Window;
+
+INLINE int group_start(const Window *w, int group) { return 1 + w->drafts + group * w->masks; }
+INLINE int width_of(const Window *w) { return group_start(w, w->masks ? w->early + 1 : 0); }
+
+static void fill_window(const Model *m, const Decoding *d, const Window *w, int64_t *tokens, int64_t *positions,
+                        int64_t *group, int64_t *offset, int64_t *reach, int width) {
+    const int64_t cursor = d->cursor[w->slot];
+    for (int i = 0; i < width; i++) {
+        const int mask = i - 1 - w->drafts; /* its number */
+        tokens[i] = -1, group[i] = offset[i] = reach[i] = 0;
+        if (mask < 0) {
+            tokens[i] = i ? d->state[w->slot * d->state_drafts + i - 1] : d->last[w->slot];
+            offset[i] = reach[i] = i;
+        } else if (i < width_of(w)) {
+            const int number = mask / w->masks;
+            tokens[i] = m->mask_token;
+            group[i] = number + 1;
+            reach[i] = number < w->early ? number : w->drafts;
+            offset[i] = reach[i] + 1 + mask % w->masks;
+        }
+        positions[i] = cursor + offset[i] < d->context ? cursor + offset[i] : d->context - 1;
+    }
+}
+
+/* Returns 0, or does nothing and returns how many bytes of scratch memory it needs; -1 if there is no memory. */
+int64_t mars_decode(const Model *m, const Decoding *d) {
+    const int n = d->sequences, columns = 4 + d->drafts + d->masks;
+    size_t used = 0;
+    Window *windows = carve(d->scratch, &used, n * sizeof(Window));
+    int64_t *cursors = carve(d->scratch, &used, n * 8), *tokens_before = carve(d->scratch, &used, n * 8);
+    if ((int64_t)used > d->scratch_bytes) return (int64_t)used;
+    int width = 1;
+    for (int i = 0; i < n; i++) {
+        Window *w = windows + i;
+        const int64_t slot = w->slot = d->slots[i];
+        w->drafts = d->draft_count[slot] < d->drafts ? (int)d->draft_count[slot] : d->drafts;
+        w->masks = d->groups[i] ? (d->masks_of[i] < d->masks ? (int)d->masks_of[i] : d->masks) : 0;
+        w->early = d->emitted[slot] || !w->masks ? 0 : (int)d->groups[i] - 1;
+        if (w->early > w->drafts) w->early = w->drafts;
+        widen(&width, width_of(w));
+        cursors[i] = d->cursor[slot];
+    }
+    const size_t rows = (size_t)n * width;
+    int64_t *arrays[7]; /* tokens, positions, group, offset, reach; rows of logits and what is chosen from them */
+    for (int k = 0; k < 7; k++) arrays[k] = carve(d->scratch, &used, rows * 8);
+    float *logits = carve(d->scratch, &used, rows * m->output.outputs * 4), *found = carve(d->scratch, &used, n * 4);
+    Inputs inputs = {n, width, 1, d->table_pages, d->threads, arrays[0], arrays[1], arrays[2], arrays[3], arrays[4],
+                     d->slots, cursors, d->page_table, logits, d->scratch + used, d->scratch_bytes - (int64_t)used};
+    if (inputs.scratch_bytes < 0) inputs.scratch_bytes = 0;
+    const size_t needed = used + lay_out(&(Step){.model = m, .inputs = &inputs}, 0);
+    if ((int64_t)needed > d->scratch_bytes) return (int64_t)needed;
+    for (int i = 0; i < n; i++) {
+        const size_t at = (size_t)i * width;
+        fill_window(m, d, windows + i, arrays[0] + at, arrays[1] + at, arrays[2] + at, arrays[3] + at, arrays[4] + at, width);
+    }
+    mars_step(m, &inputs);
+    if (d->banned >= 0)
+        for (size_t row = 0; row < rows; row++) logits[row * m->output.outputs + d->banned] = -INFINITY;
+
+    Greedy greedy = {logits, m->output.outputs, d->vocabulary, 0, d->threads, arrays[5], 0, 0, tokens_before, arrays[6]};
+    for (int i = 0; i < n; i++)
+        for (int k = 0; k <= windows[i].drafts; k++) arrays[5][greedy.count++] = (int64_t)i * width + k;
+    if (mars_greedy(&greedy)) return -1;
+    const int64_t *chosen = arrays[6];
+    for (int i = 0; i < n; i++) {
+        Window *w = windows + i;
+        int64_t *decision = d->decisions + (size_t)i * columns;
+        const int64_t *drafts = d->state + w->slot * d->state_drafts;
+        int accepted = 0;
+        for (int k = 0; k < d->drafts; k++) decision[4 + k] = k < w->drafts && drafts[k] == chosen[k];
+        while (accepted < w->drafts && (d->emitted[w->slot] || decision[4 + accepted])) accepted++;
+        if (accepted != w->drafts && accepted >= w->early) w->masks = 0; /* no group follows these drafts */
+        w->token = chosen[accepted];
+        chosen += w->drafts + 1;
+        decision[0] = accepted;
+        decision[1] = 0;
+        decision[2] = w->masks;
+        decision[3] = w->token;
+    }
+    greedy.before = d->before, greedy.after = d->after, greedy.probability = found;
+    for (int k = 0; k < d->masks; k++) {
+        greedy.count = 0;
+        for (int i = 0; i < n; i++) {
+            const Window *w = windows + i;
+            const int64_t accepted = d->decisions[(size_t)i * columns];
+            if (k >= w->masks) continue;
+            tokens_before[greedy.count] = w->token;
+            arrays[5][greedy.count++] = (int64_t)i * width + group_start(w, accepted < w->drafts ? (int)accepted : w->early) + k;
+        }
+        if (greedy.count && mars_greedy(&greedy)) return -1;
+        for (int i = 0, at = 0; i < n; i++) {
+            const int real = k < windows[i].masks;
+            if (real) windows[i].token = arrays[6][at];
+            d->decisions[(size_t)i * columns + 4 + d->drafts + k] = real ? windows[i].token : 0;
+            d->probability[(size_t)i * d->masks + k] = real ? found[at++] : 0;
+        }
+    }
+    for (int i = 0; i < n; i++) {
+        const int64_t *decision = d->decisions + (size_t)i * columns, slot = windows[i].slot;
+        if (slot) d->cursor[slot] += 1 + decision[0]; /* slot 0 is padding */
+        d->last[slot] = decision[3];
+        d->emitted[slot] = !d->verifies[i];
+        d->draft_count[slot] = d->verifies[i] ? decision[2] : 0;
+        memcpy(d->state + slot * d->state_drafts, decision + 4 + d->drafts, d->masks * 8);
+    }
+    return 0;
+}
