@@ -21,7 +21,7 @@ from mars.core.sequence import Sequence
 from mars.core.threads import lower_priority
 from mars.engine.cache import PagedCache, layer_shapes
 from mars.engine.compilation import Compiled
-from mars.engine.cpu import VECTOR, CpuRunner, RaggedPolicy, StepPrices, cpu_model
+from mars.engine.cpu import VECTOR, CpuRunner, RaggedPolicy, StepSeconds, cpu_model
 from mars.engine.cuda_graphs import GraphRunner
 from mars.engine.device_state import DeviceState
 from mars.engine.pages import Pages
@@ -53,7 +53,9 @@ class InFlightStep:
     """A step that was dispatched and whose result the host has not processed yet."""
 
     batch: Batch
+    windows: list[Window]
     outputs: StepOutputs
+    seconds: float | None  # that it took, if costs go by real steps
 
 
 class Engine:
@@ -136,8 +138,7 @@ class Engine:
 
     def _new_policy(self, cost: Cost | None) -> WindowPolicy:
         if isinstance(self._runner, CpuRunner) and not self._async_steps:  # it has to know the drafts
-            given = None if cost is None else lambda count, window, _drafts: cost(count, window)
-            return RaggedPolicy(self.block_size, StepPrices(given or self._runner.time_drafts, self.block_size))
+            return RaggedPolicy(self.block_size, StepSeconds(cost or self._runner.time_step, self.block_size - 1))
         on_gpu = self.checkpoint.device.type == "cuda"
         default_groups = self.block_size if on_gpu else 1  # on a GPU, width costs little
         return WindowPolicy(self.block_size, default_groups, cost or self._costs, explores=self._observes_costs)
@@ -255,7 +256,8 @@ class Engine:
         inputs = self._step_inputs(batch)
         if isinstance(self.policy, RaggedPolicy):
             windows = self.policy.windows(sequences)
-            window = self._limit_drafts(sequences, windows)
+            window = reduce(or_, windows)
+            self._limit_drafts(sequences, windows)
             inputs = inputs.feeding(windows)
         else:
             ahead = self._async_steps and self._host_seconds < math.inf
@@ -265,25 +267,29 @@ class Engine:
         longest = max(each.cursor for each in sequences) + len(self._in_flight) * self.block_size + window.width
         started = time.perf_counter()
         outputs = self._runner.step(inputs, window, longest)
+        seconds = None
         if self._observes_costs:
             outputs.wait()
-            self._observe(windows, outputs, time.perf_counter() - started)
-        self._in_flight.append(InFlightStep(batch, outputs))
+            seconds = time.perf_counter() - started
+        self._in_flight.append(InFlightStep(batch, windows, outputs, seconds))
         for sequence in sequences:
             sequence.trusts_masks = sequence.dial.kind == "threshold"
         self.num_steps += 1
         self.num_fed += sum(each.width for each in windows)
 
-    def _limit_drafts(self, sequences: SequenceOf[Sequence], windows: SequenceOf[Window]) -> Window:
-        """Drop drafts that are not worth their verification; returns the smallest window that holds all windows."""
+    def _limit_drafts(self, sequences: SequenceOf[Sequence], windows: SequenceOf[Window]) -> None:
+        """Drop drafts that are not worth their verification."""
+        limited = [each for each, window in zip(sequences, windows, strict=True) if len(each.drafts) > window.drafts]
+        if not limited:
+            return
         for sequence, window in zip(sequences, windows, strict=True):
             del sequence.drafts[window.drafts :]
-        self._state.set_draft_counts([each.slot or 0 for each in sequences], [len(each.drafts) for each in sequences])
-        return reduce(or_, windows)
+        self._state.set_draft_counts([each.slot or 0 for each in limited], [len(each.drafts) for each in limited])
 
-    def _observe(self, windows: SequenceOf[Window], outputs: StepOutputs, seconds: float) -> None:
+    def _observe(self, windows: SequenceOf[Window], tokens: int, seconds: float) -> None:
+        """What a step took that emitted so many tokens."""
         if isinstance(self.policy, RaggedPolicy):
-            self.policy.observe_step(windows, len(windows) + int(outputs.decisions[:, 0].sum()), seconds)
+            self.policy.observe_step(windows, tokens, seconds)
         else:
             self._costs.observe(len(windows), windows[0], seconds)
 
@@ -298,6 +304,8 @@ class Engine:
         verified = None
         results = step.outputs.results([each.request.logprobs is not None for each, _, _ in step.batch])
         probabilities = step.outputs.draft_probabilities()
+        if step.seconds is not None:
+            self._observe(step.windows, len(results) + sum(each.accepted for each in results), step.seconds)
         for (sequence, admission, dial), result, known in zip(step.batch, results, probabilities, strict=True):
             if sequence.slot is None or sequence.admissions != admission:
                 continue

@@ -5,14 +5,14 @@ import logging
 from torch import nn
 
 from mars.engine.cpu.model import PAGE, VECTOR, CpuModel
-from mars.engine.cpu.policy import RaggedPolicy, StepPrices
+from mars.engine.cpu.policy import RaggedPolicy, StepSeconds
 from mars.engine.cpu.runner import CpuRunner
 from mars.engine.cpu.weights import FORMS
 from mars.errors import MarsError
 from mars.models.checkpoint import Checkpoint
 from mars.models.support import has_compiled_step
 
-__all__ = ["VECTOR", "CpuModel", "CpuRunner", "RaggedPolicy", "StepPrices", "cpu_model"]
+__all__ = ["VECTOR", "CpuModel", "CpuRunner", "RaggedPolicy", "StepSeconds", "cpu_model"]
 
 log = logging.getLogger("mars.engine")
 

@@ -202,19 +202,19 @@ class CpuModel:
     def _decoding(self, state: DeviceState) -> Decoding:
         """What is the same in all steps: the state's memory stays where it is."""
         if self._decoded is None or self._decoded[0] is not state:
-            tensors = (
-                state.cursor,
-                state.last,
-                state.draft_count,
-                state.drafts,
-                state.drafts_emitted,
-                state.page_table,
+            step = Decoding(
+                state_drafts=state.drafts.shape[1],
+                table_pages=state.page_table.shape[1],
+                cursor=state.cursor.data_ptr(),
+                last=state.last.data_ptr(),
+                draft_count=state.draft_count.data_ptr(),
+                state=state.drafts.data_ptr(),
+                emitted=state.drafts_emitted.data_ptr(),
+                page_table=state.page_table.data_ptr(),
+                context=self._context or 2**62,
+                banned=self._banned,
+                vocabulary=self.vocabulary,
             )
-            step = Decoding(state_drafts=state.drafts.shape[1], table_pages=state.page_table.shape[1])
-            for (name, _), tensor in zip(Decoding._fields_[10:16], tensors, strict=True):
-                setattr(step, name, tensor.data_ptr())
-            step.context, step.banned = self._context or 2**62, self._banned
-            step.vocabulary = self.vocabulary
             if self._head is not None:
                 step.before, step.after = map(pointer, self._head)
             self._decoded = state, step

@@ -1,8 +1,9 @@
 """What each sequence feeds in a step on a CPU: as many drafts and masks as pay for themselves.
 
-A CPU is bound by arithmetic from a few tokens on, so every token fed costs something. A draft is worth the chance that
-it is accepted, which its own probability tells; masks are worth the drafts that they predict, if everything before them
-is accepted. Both are weighed against the tokens that the same time would bring otherwise.
+A step of few tokens takes as long as its weights take to read. Each further token then costs little, until arithmetic
+takes as long. A draft is worth the chance that it is accepted, which its own probability tells; masks
+are worth the drafts that they predict, if exactly the drafts before them are accepted. Both are weighed against the
+tokens that the same time would bring otherwise.
 """
 
 from __future__ import annotations
@@ -21,79 +22,87 @@ from mars.method.windows import Window
 
 NEWEST = 0.1  # weight of the newest step in what steps cost and bring lately
 MOST_CHANGE = 3.0  # a step counts as at most so many times slower or faster than expected
-MOST_MEASURED = 8  # sequences in steps that are timed: more take long
-MEASURE_AGAIN = 600.0  # seconds after which prices are measured again
-MEASURE_SHARE = 0.01  # of the time may go into that
+FEWEST_MEASURED, MOST_MEASURED = 16, 64  # tokens of the largest step that is timed, by number of sequences
+MEASURE_AGAIN = 600.0  # seconds after which steps are timed again
 BINS = 8  # of the probabilities that masks give to their drafts
 BIN_PRIOR = 4.0  # observations that the middle of a bin counts for
 HOPE = 0.8  # the chance of a draft of which nothing is known: high enough that masks are tried
 LEARNING = 0.25  # weight of the newest drafts in what is expected of a sequence's next ones
-FORGETTING = 0.02  # … of hope, after a step without masks: text changes, and they are tried again some day
+REST = 8  # steps of single tokens after it was found that nothing else pays: finding out takes time too
+FORGETTING = 0.1  # weight of hope, each time that is found: text changes, and masks are tried again some day
 TOO_SLOW = 0.97  # of the speed of single tokens: then there are no masks for a while
 PAUSE = 64  # steps of that while
 
 
-class Prices(NamedTuple):
-    """Seconds of a step, and what is added to it."""
-
-    step: float  # of single tokens
-    draft: float
-    masks: float  # if there are any, whatever their number
-    mask: float
-
-    def of(self, drafts: int, masks: int) -> float:
-        return self.step + drafts * self.draft + (self.masks + masks * self.mask if masks else 0.0)
-
-
 @dataclass(slots=True)
-class StepPrices:
-    """Prices by number of sequences: measured when they are asked for, again after a while, corrected by real steps."""
+class StepSeconds:
+    """Seconds of a step by the tokens fed and the masks among them: measured at first need, corrected by real steps."""
 
-    time_step: Callable[[int, Window, int], float]  # seconds, by sequences, window, and drafts of each sequence
-    block_size: int
+    time_step: Callable[[int, Window], float]  # seconds, by sequences and window
+    masks: int  # most masks of a group
     turns: int = 3  # the fastest counts, since other work only ever adds time
-    _measured: dict[int, tuple[float, Prices]] = field(default_factory=dict)  # valid until then
+    _text: list[float] = field(default_factory=list)  # of 1, 2, 4, … tokens, none of them a mask
+    _first_mask: float = 0.0  # what the first mask adds to that
+    _next_mask: float = 0.0  # … and each further one
+    _until: float = 0.0  # when all of this is measured again
     _lately: float = 1.0  # what steps took lately over what was measured
-    _masks: float = 1.0  # … those with masks, besides that
+    _masks_lately: float = 1.0  # … those with masks, besides that
 
-    def __call__(self, sequences: int) -> Prices:
-        known = self._nearest(sequences)
-        if known not in self._measured or time.monotonic() > self._measured[known][0]:
-            started, prices = time.monotonic(), self._measure(known)
-            took = time.monotonic() - started
-            self._measured[known] = started + took + max(MEASURE_AGAIN, took / MEASURE_SHARE), prices
-            self._lately = self._masks = 1.0
-        step, draft, masks, mask = (self._lately * each for each in self._measured[known][1])
-        step += (sequences - known) * draft  # a token costs the same, whosever it is
-        step = max(step, 1e-9)
-        return Prices(step, draft, max((step + masks) * self._masks - step, 0.0), mask * self._masks)
+    def __call__(self, tokens: int, masks: int = 0) -> float:
+        seconds = self._lately * self._interpolate(tokens)
+        if masks:
+            seconds += self._lately * (self._first_mask + (masks - 1) * self._next_mask)
+            seconds *= self._masks_lately
+        return seconds
 
-    def knows(self, sequences: int) -> bool:
-        return self._nearest(sequences) in self._measured
+    def slope(self, tokens: int) -> float:
+        """What a token more costs in a step of so many."""
+        return self._lately * (self._interpolate(2 * tokens) - self._interpolate(tokens)) / tokens
 
-    def _nearest(self, sequences: int) -> int:
-        """The number of sequences that is measured in the place of this one: a power of two, and not too many."""
-        return min(1 << (sequences - 1).bit_length(), MOST_MEASURED)
+    def mask_price(self) -> float:
+        """What a mask costs more than another token."""
+        return self._lately * self._masks_lately * self._next_mask
 
-    def _measure(self, sequences: int) -> Prices:
-        most = self.block_size - 1
-        if not most:
-            return Prices(self.time_step(sequences, Window(), 0), 0.0, 0.0, 0.0)
-        kinds = [(Window(), 0), (Window(most), most), (Window(0, 1, 1), 0), (Window(0, 1, most), 0)]
-        turns = [[self.time_step(sequences, *each) for each in kinds] for _ in range(self.turns)]
-        step, drafts, one_mask, masks = (min(each) for each in zip(*turns, strict=True))
-        mask = max(masks - one_mask, 0.0) / (sequences * max(most - 1, 1))
-        fixed = max(one_mask - step - sequences * mask, 0.0)
-        return Prices(step, max(drafts - step, 0.0) / (sequences * most), fixed, mask)
+    @property
+    def is_known(self) -> bool:
+        return bool(self._text)
 
-    def observe(self, sequences: int, drafts: int, masks: int, seconds: float) -> None:
-        change = seconds / self(sequences).of(drafts, masks)
+    def measure(self, sequences: int) -> bool:
+        """Time steps, if that was not done for so many sequences or long ago; says whether it was needed."""
+        largest = min(max(FEWEST_MEASURED, 4 * sequences), MOST_MEASURED)
+        if 1 << len(self._text) > largest and time.monotonic() < self._until:
+            return False
+        sizes = [1 << power for power in range(largest.bit_length())]
+        kinds = [(size, Window()) for size in sizes]
+        if self.masks:
+            kinds += [(1, Window(0, 1, 1)), (1, Window(0, 1, self.masks))]
+        best = [
+            min(each)
+            for each in zip(*([self.time_step(*kind) for kind in kinds] for _ in range(self.turns)), strict=True)
+        ]
+        self._text = list(accumulate(best[: len(sizes)], max))
+        self._lately = self._masks_lately = 1.0
+        if self.masks:
+            one, several = best[-2] - self._interpolate(2), best[-1] - self._interpolate(1 + self.masks)
+            self._next_mask = max(several - one, 0.0) / max(self.masks - 1, 1)
+            self._first_mask = max(one, self._next_mask)
+        self._until = time.monotonic() + MEASURE_AGAIN
+        return True
+
+    def _interpolate(self, tokens: int) -> float:
+        """On the line through the two sizes around this one; beyond the largest, through the last two."""
+        power = min(tokens.bit_length() - 1, len(self._text) - 2)
+        low, high = self._text[power : power + 2]
+        return low + (high - low) * (tokens / (1 << power) - 1)
+
+    def observe(self, tokens: int, masks: int, seconds: float) -> None:
+        change = seconds / max(self(tokens, masks), 1e-9)
         change = min(max(change, 1 / MOST_CHANGE), MOST_CHANGE) ** NEWEST
         if masks:
-            self._masks *= change
+            self._masks_lately *= change
         else:
             self._lately *= change
-            self._masks **= 1 - NEWEST / 10  # not seen for long: they may have become cheaper
+            self._masks_lately **= 1 - NEWEST / 10  # not seen for long: they may have become cheaper
 
 
 class Calibration:
@@ -118,75 +127,140 @@ class Calibration:
 
 
 class Outlook:
-    """What is expected of a sequence's drafts: for each offset, the chance that it and all before it are accepted."""
+    """What is expected of the next drafts: for each offset, the chance that it and all before it are accepted.
+
+    Predictable text goes on to be predictable, so there are two cases: ``after_hit`` for drafts that follow drafts
+    which were all accepted, and ``after_miss`` for all others.
+    """
 
     def __init__(self, offsets: int) -> None:
-        self._hope = [HOPE ** (offset + 1) for offset in range(offsets)]
-        self.survival = list(self._hope)
+        self.after_hit = [HOPE ** (offset + 1) for offset in range(offsets)]
+        self.after_miss = list(self.after_hit)
+        self.is_hit = False  # were the last drafts all accepted?
+        self.drafted_after_hit = False  # … and those before the drafts at hand?
 
-    def learn(self, survival: SequenceOf[float]) -> None:
+    def copy(self) -> Outlook:
+        made = Outlook(0)
+        made.after_hit, made.after_miss = list(self.after_hit), list(self.after_miss)
+        return made
+
+    def learn(self, survival: SequenceOf[float], after_hit: bool, weight: float) -> None:
         """Of newer drafts."""
-        self._approach(survival, LEARNING)
+        known = self.after_hit if after_hit else self.after_miss
+        for offset, each in enumerate(survival[: len(known)]):
+            known[offset] += weight * (each - known[offset])
 
     def forget(self) -> None:
-        self._approach(self._hope, FORGETTING)
+        for offset in range(len(self.after_hit)):
+            for known in (self.after_hit, self.after_miss):
+                known[offset] += FORGETTING * (HOPE ** (offset + 1) - known[offset])
 
-    def _approach(self, survival: SequenceOf[float], weight: float) -> None:
-        for offset, each in enumerate(survival):
-            self.survival[offset] += weight * (each - self.survival[offset])
+
+class Plan(NamedTuple):
+    """Windows of all sequences, and what is expected of them."""
+
+    windows: list[Window]
+    tokens: int  # fed
+    masks: int  # among them
+    gain: float  # tokens emitted and, less their price, promised
 
 
 class RaggedPolicy(WindowPolicy):
     """Chooses a window for each sequence of a step."""
 
-    def __init__(self, block_size: int, prices: StepPrices) -> None:
-        super().__init__(block_size, 1, lambda sequences, window: prices(sequences).of(window.drafts, window.all_masks))
-        self.prices = prices
+    def __init__(self, block_size: int, seconds: StepSeconds) -> None:
+        super().__init__(block_size, 1, lambda sequences, window: seconds(sequences * window.width, window.all_masks))
+        self.seconds = seconds
         self.calibration = Calibration()
+        self._usual = Outlook(block_size - 1)  # of a sequence of which nothing is known yet
         self._speed = 1.0  # tokens per second lately, in terms of single tokens
         self._pause = 0  # steps left without masks
+        self._rest = 0  # … of single tokens
 
     def windows(self, sequences: SequenceOf[Sequence]) -> list[Window]:
-        free = sum(takes_any_window(each) for each in sequences)
-        if not free:
-            return [self._needed(each, False) or Window() for each in sequences]
-        prices = self.prices(len(sequences))
-        rate = max(self._speed, 1.0) * len(sequences) / prices.step
-        in_tokens = Prices(0.0, rate * prices.draft, rate * prices.masks / free, rate * prices.mask)
-        return [
-            self._best(each, in_tokens) if takes_any_window(each) else self._needed(each, False) or Window()
-            for each in sequences
-        ]
+        needed = [self._fixed(each) for each in sequences]
+        if None not in needed:
+            return [each or Window() for each in needed]
+        if self._rest and not any(each.drafts for each in sequences):
+            self._rest -= 1
+            return [each or Window() for each in needed]
+        self.seconds.measure(len(sequences))
+        rate = max(self._speed, 1.0) * len(sequences) / self.seconds(len(sequences))
+        """Tokens per second that the time of this step would bring otherwise"""
+        least = sum(1 if each is None else each.width for each in needed)
+        price = rate * self.seconds.slope(least)
+        plans = [self._plan(sequences, needed, price, rate * self.seconds.mask_price(), masks=False)]
+        if not self._pause:
+            for _ in range(2):  # the second time with the price at what the first plan feeds
+                plans.append(self._plan(sequences, needed, price, rate * self.seconds.mask_price(), masks=True))
+                price = rate * self.seconds.slope(plans[-1].tokens)
+        best = max(plans, key=lambda plan: plan.gain - rate * self.seconds(plan.tokens, plan.masks))
+        self._rest = REST if best.tokens == least else 0
+        for sequence, window, given in zip(sequences, best.windows, needed, strict=True):
+            if given is None and not window.masks:
+                self._outlook(sequence).forget()
+        return best.windows
 
-    def _best(self, sequence: Sequence, prices: Prices) -> Window:
-        """The window with the most tokens for the sequence, less what it costs in terms of tokens."""
-        needed = self._needed(sequence, True)
-        if needed is not None:  # drafts that were emitted before the dial was turned
-            return needed | Window.of(1, sequence.request.block_size)
-        outlook = self._outlook(sequence)
-        most = 0 if self._pause else sequence.request.block_size - 1
-        later = [sum(max(each - prices.draft, 0.0) for each in outlook.survival[:masks]) for masks in range(most + 1)]
-        """What the drafts of so many masks bring in the next step"""
-        best, chosen, tokens = 0.0, Window(), 0.0
-        for drafts, survival in enumerate([1.0, *self._survival(sequence)]):
-            tokens += survival - prices.draft if drafts else 0.0
-            for masks in range(most + 1):
-                worth = tokens + survival * later[masks] - prices.of(0, masks)
-                if worth > best:
-                    best, chosen = worth, Window(drafts, int(masks > 0), masks)
-        if not chosen.masks:
-            outlook.forget()
-        return chosen
+    def _fixed(self, sequence: Sequence) -> Window | None:
+        """The window of a sequence that cannot have any."""
+        takes_any = takes_any_window(sequence)
+        needed = self._needed(sequence, takes_any)
+        if takes_any:  # drafts that were emitted before the dial was turned
+            return None if needed is None else needed | Window.of(1, sequence.request.block_size)
+        return needed or Window()
+
+    def _plan(
+        self,
+        sequences: SequenceOf[Sequence],
+        needed: SequenceOf[Window | None],
+        price: float,
+        more: float,
+        *,
+        masks: bool,
+    ) -> Plan:
+        """The best windows if a token costs ``price`` and a mask ``more`` than that, both in terms of tokens."""
+        windows, gain = list[Window](), 0.0
+        for sequence, given in zip(sequences, needed, strict=True):
+            window, worth = (given, 0.0) if given is not None else self._best(sequence, price, more, masks)
+            windows.append(window)
+            gain += worth
+        return Plan(windows, sum(each.width for each in windows), sum(each.all_masks for each in windows), gain)
+
+    def _best(self, sequence: Sequence, price: float, more: float, masks: bool) -> tuple[Window, float]:
+        """The window with the most tokens for the sequence, less what it costs; with what it brings."""
+        outlook, most = self._outlook(sequence), sequence.request.block_size - 1 if masks else 0
+        chances = [1.0, *self._survival(sequence)]
+        best, chosen, brings, emitted = 0.0, Window(), 0.0, 0.0
+        for drafts, chance in enumerate(chances):
+            emitted += chance if drafts else 0.0
+            worth = emitted - drafts * price
+            if worth > best:
+                best, chosen, brings = worth, Window(drafts), emitted
+            for early in range(min(drafts, 1) + 1):  # one group behind all drafts, or another behind the last token too
+                later, count, costs = 0.0, 0, (1 + early) * (price + more)
+                behind_all = outlook.after_hit if drafts else outlook.after_miss
+                for offset in range(most):
+                    adds = chance * max(behind_all[offset] - price, 0.0)
+                    if early:
+                        adds += (1.0 - chances[1]) * max(outlook.after_miss[offset] - price, 0.0)
+                    if adds <= costs:
+                        break
+                    later, count = later + adds, count + 1
+                if count and worth + later - count * costs > best:
+                    best = worth + later - count * costs
+                    chosen, brings = Window(drafts, 1 + early, count), emitted + later
+        return chosen, brings
 
     def _survival(self, sequence: Sequence) -> list[float]:
         """For each draft, the chance that it and all before it are accepted."""
         if sequence.draft_probabilities:
             return list(accumulate(map(self.calibration, sequence.draft_probabilities), mul))
-        return self._outlook(sequence).survival[: len(sequence.drafts)]
+        outlook = self._outlook(sequence)
+        return (outlook.after_hit if outlook.drafted_after_hit else outlook.after_miss)[: len(sequence.drafts)]
 
     def _outlook(self, sequence: Sequence) -> Outlook:
         if sequence.outlook is None:
-            sequence.outlook = Outlook(sequence.request.block_size - 1)
+            sequence.outlook = self._usual.copy()
         assert isinstance(sequence.outlook, Outlook)
         return sequence.outlook
 
@@ -194,23 +268,33 @@ class RaggedPolicy(WindowPolicy):
         super().observe_drafts(sequence, drafts, accepted)
         for offset, probability in enumerate(sequence.draft_probabilities[: min(drafts, accepted + 1)]):
             self.calibration.observe(probability, offset < accepted)
+        outlook = self._outlook(sequence)
         if not sequence.draft_probabilities:
-            self._outlook(sequence).learn([float(offset < accepted) for offset in range(drafts)])
+            self._learn(outlook, [float(offset < accepted) for offset in range(drafts)], outlook.drafted_after_hit)
+        outlook.is_hit = accepted == drafts
 
     def observe_predictions(self, sequence: Sequence, probabilities: list[float]) -> None:
         """What masks gave to the sequence's new drafts."""
         sequence.draft_probabilities = probabilities
-        if probabilities and takes_any_window(sequence):
-            self._outlook(sequence).learn(self._survival(sequence))
+        if not takes_any_window(sequence):
+            return
+        outlook = self._outlook(sequence)
+        outlook.drafted_after_hit, outlook.is_hit = outlook.is_hit, False
+        if probabilities:
+            self._learn(outlook, self._survival(sequence), outlook.drafted_after_hit)
+
+    def _learn(self, outlook: Outlook, survival: SequenceOf[float], after_hit: bool) -> None:
+        outlook.learn(survival, after_hit, LEARNING)
+        self._usual.learn(survival, after_hit, LEARNING / 10)
 
     def observe_step(self, windows: SequenceOf[Window], tokens: int, seconds: float) -> None:
         """What a step took that emitted so many tokens; of no use while all write one token at a time."""
-        if not self.prices.knows(len(windows)):
+        if not self.seconds.is_known:
             return
-        drafts, masks = (sum(each) for each in zip(*((each.drafts, each.all_masks) for each in windows), strict=True))
-        speed = tokens / seconds * self.prices(len(windows)).step / len(windows)
-        self.prices.observe(len(windows), drafts, masks, seconds)
-        if drafts or masks:
+        fed, masks = sum(each.width for each in windows), sum(each.all_masks for each in windows)
+        self.seconds.observe(fed, masks, seconds)
+        if fed > len(windows):
+            speed = tokens / seconds * self.seconds(len(windows)) / len(windows)
             self._speed += NEWEST / 2 * (min(speed, MOST_CHANGE) - self._speed)
         self._pause = max(self._pause - 1, 0)
         if self._speed < TOO_SLOW:

@@ -1,14 +1,12 @@
 """The runner on a CPU: prefill and steps through step.c."""
 
-import time
-
 import torch
 from torch import Tensor
 
 from mars.engine.cpu.model import CpuCache, CpuModel
 from mars.engine.device_state import DeviceState
-from mars.engine.runner import CONTEXT, Runner
-from mars.engine.step import PADDING_SLOT, StepInputs, StepOutputs
+from mars.engine.runner import Runner
+from mars.engine.step import StepInputs, StepOutputs
 from mars.method.acceptance import DialFeatures
 from mars.method.sampling import Features
 from mars.method.visibility import Visibility
@@ -36,17 +34,12 @@ class CpuRunner(Runner):
         slots, cursors = places.unbind(1)
         self._model.forward(tokens, visibility, slots, cursors, self.state.page_table, wants_logits=False)
 
-    def time_drafts(self, num_seqs: int, window: Window, drafts: int) -> float:
-        """Seconds of a step of padding, every sequence of which has so many drafts."""
-        inputs = StepInputs.padding(num_seqs, self.block_size, self.checkpoint.vocabulary)
-        self.state.put([(PADDING_SLOT, CONTEXT, 0, [0] * drafts, False)])
-        started = time.perf_counter()
-        self.step(inputs, window, CONTEXT + window.width)
-        return time.perf_counter() - started
-
-    def _run_step(self, inputs: StepInputs, window: Window, _longest: int | None = None) -> StepOutputs:
+    def step(self, inputs: StepInputs, window: Window, longest: int) -> StepOutputs:
         if inputs.features == Features() and inputs.dial_features == DialFeatures():
             return self._model.decode(inputs, window, self.state)
+        return super().step(inputs, window, longest)
+
+    def _run_step(self, inputs: StepInputs, window: Window, _longest: int | None = None) -> StepOutputs:
         windows, cursors, _, slots = self._prepare(inputs, window)
         tokens = windows.tokens.masked_fill(~real_tokens(windows), PADDING_TOKEN)
         logits = self._model.forward(tokens, windows.visibility, slots, cursors, self.state.page_table)

@@ -319,7 +319,7 @@ INLINE Input input_at(const Input *in, int row, int group) {
 }
 
 /* 32 inputs of a row. */
-static void encode(const Input *in, int kind, int row, int group, const float *x) {
+INLINE void encode(const Input *in, int kind, int row, int group, const float *x) {
     const Input at = input_at(in, row, group);
     if (kind == FLOAT32) {
         for (int i = 0; i < GROUP; i++) at.plain[i * ROWS] = x[i];
@@ -329,6 +329,20 @@ static void encode(const Input *in, int kind, int row, int group, const float *x
         for (int i = 0; i < GROUP; i++) at.half[i / 2 * 2 * ROWS + i % 2] = to_bf16(x[i]);
         return;
     }
+#if LANES == 16
+    const __m512 low = _mm512_loadu_ps(x), high = _mm512_loadu_ps(x + 16);
+    const __m512i size = _mm512_set1_epi32(0x7fffffff); /* floats without their sign are in the order of integers */
+    const int32_t top = _mm512_reduce_max_epi32(_mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(low), size),
+                                                                 _mm512_and_si512(_mm512_castps_si512(high), size)));
+    float largest;
+    memcpy(&largest, &top, 4);
+    const float scale = largest / 127, inverse = largest > 0 ? 127 / largest : 0;
+    const __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(low, _mm512_set1_ps(inverse)));
+    const __m512i second = _mm512_cvtps_epi32(_mm512_mul_ps(high, _mm512_set1_ps(inverse)));
+    const int32_t sum = _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
+    _mm_storeu_si128((__m128i *)at.codes, _mm512_cvtepi32_epi8(first));
+    _mm_storeu_si128((__m128i *)(at.codes + 16), _mm512_cvtepi32_epi8(second));
+#else
     int32_t most = 0, bits[GROUP], whole[GROUP], sum = 0;
     memcpy(bits, x, sizeof bits);
     for (int i = 0; i < GROUP; i++) {
@@ -343,6 +357,7 @@ static void encode(const Input *in, int kind, int row, int group, const float *x
     for (int i = 0; i < GROUP; i++) codes_of[i] = (int8_t)whole[i];
     for (int i = 0; i < GROUP; i++) sum += whole[i];
     memcpy(at.codes, codes_of, GROUP);
+#endif
     at.numbers[0] = scale;
     at.numbers[1] = scale * (float)sum;
 }
@@ -835,6 +850,18 @@ static void embed(const Step *s) {
     }
 }
 
+/* A thread's share of all heads of keys and rows, head by head. In a small step a thread has neighbouring rows, whose keys
+ * lie in the same lines of a cache; in a large one every second row or so, since the later ones have more to read. */
+typedef struct {
+    int number, end, step;
+} Unit;
+
+static Unit first_unit(const Step *s) {
+    const int units = s->count * s->model->kv_heads;
+    if (s->count > 2 * ROWS) return (Unit){s->me, units, s->threads};
+    return (Unit){units * s->me / s->threads, units * (s->me + 1) / s->threads, 1};
+}
+
 /* The whole step, as each thread runs it. */
 static void run(Step *s) {
     const Model *m = s->model;
@@ -844,13 +871,13 @@ static void run(Step *s) {
         encode_norms(s, layer->attention_norm);
         linear(s, &layer->qkv, &s->in, s->y, s->y_stride, 0);
         meet_all(s);
-        for (int unit = s->me; unit < s->count * m->kv_heads; unit += s->threads)
-            store_key(s, layer, unit / m->kv_heads, unit % m->kv_heads);
+        for (Unit u = first_unit(s); u.number < u.end; u.number += u.step)
+            store_key(s, layer, u.number % s->count, u.number / s->count);
         meet_all(s);
         if (l == m->layers - 1 && !s->inputs->logits_wanted) return; /* prefill wants keys and values alone */
         s->wide.stride = layer->o.weight[0].inputs;
-        for (int unit = s->me; unit < s->count * m->kv_heads; unit += s->threads)
-            attend(s, layer, unit / m->kv_heads, unit % m->kv_heads);
+        for (Unit u = first_unit(s); u.number < u.end; u.number += u.step)
+            attend(s, layer, u.number % s->count, u.number / s->count);
         meet_all(s);
         linear(s, &layer->o, &s->wide, s->x, s->x_stride, 1);
         encode_norms(s, layer->mlp_norm);
