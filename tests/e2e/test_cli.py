@@ -15,7 +15,7 @@ import pytest
 
 from mars import Model, cli, load
 from mars.cli import main
-from mars.engine.cpu import StepPrices
+from mars.engine.cpu import StepSeconds
 from mars.models import builtin
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -92,7 +92,7 @@ def test_demo(smollm: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr(cli, "DEMO_PROMPTS", cli.DEMO_PROMPTS[:2])
     monkeypatch.setattr(cli, "DEMO_TOKENS", 32)
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr(smollm.engine().policy, "prices", StepPrices(lambda *_: 1.0, 4))
+    monkeypatch.setattr(smollm.engine().policy, "seconds", StepSeconds(lambda *_: 1.0, 3))
     cli.demo()
     said = capsys.readouterr().out
     assert said.count("tokens per second") == 2

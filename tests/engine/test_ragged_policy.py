@@ -1,4 +1,4 @@
-"""Windows by sequence on a CPU: prices, chances, and what is worth being fed."""
+"""Windows by sequence on a CPU: seconds of steps, chances, and what is worth being fed."""
 
 from __future__ import annotations
 
@@ -6,19 +6,27 @@ import pytest
 
 from mars.core.request import Request
 from mars.core.sequence import Sequence
-from mars.engine.cpu.policy import HOPE, Calibration, Prices, RaggedPolicy, StepPrices
+from mars.engine.cpu.policy import HOPE, REST, Calibration, Outlook, RaggedPolicy, StepSeconds
 from mars.method.acceptance import Dial
 from mars.method.windows import Window
 from tests.conftest import tiny_checkpoint
 
 
-def timed(step: float, draft: float, masks: float, mask: float) -> StepPrices:
-    """A machine with these prices: of single tokens, a draft, masks at all, and one of them."""
+def machine(step: float, token: float, masks: float, mask: float, free: int = 0) -> StepSeconds:
+    """A machine on which these are the seconds of a step, of a token more (``free`` of them cost nothing), of masks at
+    all, and of a mask besides."""
 
-    def seconds(count: int, window: Window, drafts: int) -> float:
-        return step + count * (drafts * draft + window.all_masks * mask) + masks * bool(window.all_masks)
+    def seconds(count: int, window: Window) -> float:
+        tokens = count * window.width - 1
+        return (
+            step
+            + token * max(tokens - free, 0)
+            + (masks * (count > 0) + mask * window.all_masks * count) * bool(window.all_masks)
+        )
 
-    return StepPrices(seconds, 4)
+    made = StepSeconds(seconds, 3)
+    made.measure(1)
+    return made
 
 
 def sequence(dial: str = "exact", **options: object) -> Sequence:
@@ -40,20 +48,42 @@ def experienced(policy: RaggedPolicy) -> RaggedPolicy:
     return policy
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_prices_are_measured(count: int) -> None:
-    prices = timed(10.0, 1.0, 3.0, 2.0)(count)
-    assert prices == pytest.approx((10.0, 1.0, 3.0, 2.0))
-    assert prices.of(2, 0) == pytest.approx(12.0) and prices.of(2, 3) == pytest.approx(21.0)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 8, 12, 16, 40])
+def test_seconds_are_measured(tokens: int) -> None:
+    seconds = machine(10.0, 1.0, 3.0, 0.5)
+    assert seconds(tokens) == pytest.approx(9.0 + tokens)
+    assert seconds(tokens, 2) == pytest.approx(9.0 + tokens + 3.0 + 1.0)
+    assert seconds.slope(tokens) == pytest.approx(1.0) and seconds.mask_price() == pytest.approx(0.5)
 
 
-def test_prices_follow_real_steps() -> None:
-    prices = timed(10.0, 1.0, 3.0, 2.0)
+def test_tokens_are_free_up_to_a_number() -> None:
+    seconds = machine(10.0, 1.0, 0.0, 0.0, free=7)
+    assert seconds(8) == pytest.approx(10.0) and seconds.slope(4) == pytest.approx(0.0)
+    assert seconds(16) == pytest.approx(18.0) and seconds.slope(8) == pytest.approx(1.0)
+
+
+def test_large_steps_are_measured_when_there_are_many_sequences() -> None:
+    asked = list[int]()
+
+    def time_step(count: int, _window: Window) -> float:
+        asked.append(count)
+        return 1.0
+
+    seconds = StepSeconds(time_step, 3, turns=1)
+    for sequences, largest in ((1, 16), (2, 16), (8, 32), (512, 64), (1, 64)):
+        before = len(asked)
+        seconds.measure(sequences)
+        assert max(asked) == largest
+        assert (len(asked) > before) == (largest > max([0, *asked[:before]])), "measured though it was known"
+
+
+def test_seconds_follow_real_steps() -> None:
+    seconds = machine(10.0, 1.0, 3.0, 0.5)
     for _ in range(100):
-        prices.observe(1, 0, 0, 20.0)
-        prices.observe(1, 0, 3, 38.0)
-    assert prices(1).of(0, 0) == pytest.approx(20.0, rel=0.05)
-    assert prices(1).of(0, 3) == pytest.approx(38.0, rel=0.05)
+        seconds.observe(1, 0, 20.0)
+        seconds.observe(4, 3, 38.0)
+    assert seconds(1) == pytest.approx(20.0, rel=0.05)
+    assert seconds(4, 3) == pytest.approx(38.0, rel=0.05)
 
 
 def test_calibration() -> None:
@@ -65,57 +95,95 @@ def test_calibration() -> None:
 
 
 def test_cheap_windows_are_full_and_dear_ones_empty() -> None:
-    assert RaggedPolicy(4, timed(1.0, 0.0, 0.0, 0.0)).windows([drafted(0.9, 0.9, 0.9)]) == [Window(3, 1, 3)]
-    assert RaggedPolicy(4, timed(1.0, 2.0, 2.0, 2.0)).windows([drafted(0.9, 0.9, 0.9), sequence()]) == [Window()] * 2
+    assert RaggedPolicy(4, machine(1.0, 0.0, 0.0, 0.0)).windows([drafted(0.9, 0.9, 0.9)]) == [Window(3, 2, 3)]
+    assert RaggedPolicy(4, machine(1.0, 2.0, 2.0, 2.0)).windows([drafted(0.9, 0.9, 0.9), sequence()]) == [Window()] * 2
 
 
 def test_unlikely_drafts_are_not_fed() -> None:
-    policy = experienced(RaggedPolicy(4, timed(1.0, 0.1, 5.0, 1.0)))
+    policy = experienced(RaggedPolicy(4, machine(1.0, 0.1, 5.0, 1.0)))
     assert policy.windows([drafted(0.95, 0.05, 0.95), drafted(0.05, 0.95), drafted(0.95, 0.95)]) == [
         *(Window(1), Window(), Window(2))
     ]
 
 
 def test_masks_are_fed_behind_likely_drafts() -> None:
-    policy = experienced(RaggedPolicy(4, timed(1.0, 0.05, 0.4, 0.1)))
-    likely, unlikely = policy.windows([drafted(0.95, 0.95), drafted(0.3, 0.3)])
+    policy = experienced(RaggedPolicy(4, machine(1.0, 0.05, 0.2, 0.05)))
+    likely, unlikely = policy.windows([drafted(0.95, 0.95), drafted(0.05, 0.05)])
     assert (likely, unlikely) == (Window(2, 1, 3), Window(0, 1, 3))
+
+
+def test_a_draft_in_doubt_has_masks_behind_it_and_behind_the_token_before() -> None:
+    policy = RaggedPolicy(4, machine(1.0, 0.02, 0.2, 0.0))
+    assert policy.windows([drafted(0.5)]) == [Window(1, 2, 3)]
+
+
+def test_no_more_is_fed_than_is_cheap() -> None:
+    """Up to eight tokens cost nothing, each further one as much as it can bring."""
+    policy = RaggedPolicy(4, machine(1.0, 0.6, 0.0, 0.0, free=7))
+    (window,) = policy.windows([drafted(0.6, 0.6, 0.6)])
+    assert 4 <= window.width <= 8 and window.masks
 
 
 def test_masks_are_tried_again() -> None:
     """Drafts that were never accepted are not asked for, until enough text has passed."""
-    policy, one = RaggedPolicy(4, timed(1.0, 0.05, 0.4, 0.2)), sequence()
+    policy, one = RaggedPolicy(4, machine(1.0, 0.05, 0.4, 0.2)), sequence()
     assert policy.windows([one])[0].masks
     for _ in range(20):
         policy.observe_predictions(one, [0.02, 0.02, 0.02])
     one.drafts, one.draft_probabilities = [], []
     steps = next(number for number in range(1000) if policy.windows([one])[0].masks)
-    assert 10 < steps < 500
+    assert 2 * REST < steps < 500
+
+
+def test_nothing_is_weighed_for_a_while_where_nothing_pays() -> None:
+    policy, one = RaggedPolicy(4, machine(1.0, 2.0, 2.0, 2.0)), sequence()
+    assert policy.windows([one]) == [Window()]
+    policy.seconds = machine(1.0, 0.0, 0.0, 0.0)
+    assert [policy.windows([one])[0].masks for _ in range(REST + 1)] == [*[0] * REST, 3]
+    policy.seconds = machine(1.0, 0.1, 5.0, 5.0)
+    assert policy.windows([sequence()]) == [Window()]
+    assert policy.windows([drafted(0.95)]) == [Window(1)], "drafts that are there are weighed at once"
+
+
+def test_what_is_expected_goes_by_what_came_before() -> None:
+    policy, one = RaggedPolicy(4, machine(1.0, 0.05, 0.4, 0.2)), sequence()
+    for accepted, probability in ((3, 0.99), (0, 0.2)):
+        for _ in range(30):
+            policy.observe_predictions(one, [probability] * 3)
+            policy.observe_drafts(one, 3, accepted)
+    outlook = policy._outlook(one)
+    assert outlook.after_hit[0] > outlook.after_miss[0] + 0.3
+    new = policy._outlook(sequence())
+    assert new.after_hit[0] > new.after_miss[0] + 0.2, "other sequences begin with what is usual"
 
 
 def test_sampled_sequences_learn_from_what_was_accepted() -> None:
-    policy, one = RaggedPolicy(4, timed(1.0, 0.05, 0.4, 0.2)), sequence()
-    assert policy._outlook(one).survival[0] == HOPE
+    policy, one = RaggedPolicy(4, machine(1.0, 0.05, 0.4, 0.2)), sequence()
+    assert policy._outlook(one).after_miss[0] == HOPE
     for _ in range(20):
         policy.observe_drafts(one, 3, 1)
-    first, second, _third = policy._outlook(one).survival
+        policy.observe_predictions(one, [])
+    first, second, _third = policy._outlook(one).after_miss
     assert first > 0.95 and second < 0.05
 
 
+def test_an_outlook_is_copied_whole() -> None:
+    outlook = Outlook(2)
+    copy = outlook.copy()
+    copy.learn([0.0, 0.0], True, 1.0)
+    assert copy.after_hit == [0.0, 0.0] and outlook.after_hit == [HOPE, HOPE**2] == copy.after_miss
+
+
 def test_windows_that_are_slower_than_single_tokens_stop() -> None:
-    policy, one = RaggedPolicy(4, timed(1.0, 0.0, 0.0, 0.0)), sequence()
+    policy, one = RaggedPolicy(4, machine(1.0, 0.0, 0.0, 0.0)), sequence()
     assert policy.windows([one])[0].masks
     for _ in range(40):
-        policy.prices._masks = 1.0  # they are believed to be cheap, whatever they take
+        policy.seconds._masks_lately = 1.0  # they are believed to be cheap, whatever they take
         policy.observe_step([Window(0, 1, 3)], 1, 3.0)
     assert not policy.windows([one])[0].masks
 
 
 def test_dials_whose_text_depends_on_the_window_get_theirs() -> None:
-    policy = RaggedPolicy(4, timed(1.0, 9.0, 9.0, 9.0))
+    policy = RaggedPolicy(4, machine(1.0, 9.0, 9.0, 9.0))
     wanted = [sequence("relaxed=0.5"), sequence("exact", mask_groups=2), sequence("one-token")]
     assert policy.windows(wanted) == [Window.of(1, 4), Window.of(2, 4), Window()]
-
-
-def test_prices_of_nothing() -> None:
-    assert Prices(1.0, 2.0, 3.0, 4.0).of(0, 0) == 1.0

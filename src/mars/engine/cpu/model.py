@@ -85,7 +85,7 @@ class Decoding(Structure):
         *((name, c_int32) for name in ("sequences", "drafts", "masks", "state_drafts", "table_pages", "threads")),
         *((name, c_void_p) for name in ("slots", "verifies", "groups", "masks_of")),
         *((name, c_void_p) for name in ("cursor", "last", "draft_count", "state", "emitted", "page_table")),
-        *((name, c_int64) for name in ("context", "banned")),
+        *((name, c_int64) for name in ("context", "mask", "banned")),
         ("vocabulary", c_int32),
         *((name, POINTER(Matrix)) for name in ("before", "after")),
         *((name, c_void_p) for name in ("decisions", "probability", "scratch")),
@@ -108,6 +108,7 @@ class CpuModel:
         self._form: Form = form
         self._adapter = checkpoint.adapter
         self._context = checkpoint.context
+        self._mask = checkpoint.mask_token_id or 0
         self._banned = -1 if checkpoint.banned_token is None else checkpoint.banned_token
         module = checkpoint.module
         self._names = {layer: name for name, layer in module.named_modules()}
@@ -212,6 +213,7 @@ class CpuModel:
                 emitted=state.drafts_emitted.data_ptr(),
                 page_table=state.page_table.data_ptr(),
                 context=self._context or 2**62,
+                mask=self._mask,
                 banned=self._banned,
                 vocabulary=self.vocabulary,
             )

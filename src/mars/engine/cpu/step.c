@@ -18,7 +18,7 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-#define UNROLLED _Pragma("GCC unroll 8")
+#define UNROLLED _Pragma("GCC unroll 16")
 #define TILE 16  /* outputs of a matrix that are computed together */
 #define GROUP 32 /* inputs of an output that share a scale and a minimum */
 #define PAGE 16  /* tokens in a page of the KV cache */
@@ -362,6 +362,10 @@ INLINE void encode(const Input *in, int kind, int row, int group, const float *x
     at.numbers[1] = scale * (float)sum;
 }
 
+INLINE void fetch(const void *from, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)from + i);
+}
+
 /* ---- products: 16 outputs of up to ROWS rows of a block, from `x` on; `count` is a constant wherever these are inlined */
 
 INLINE void tile_of_codes(const uint8_t *tile, int groups, int bits, Input x, const int count, float out[ROWS][TILE]) {
@@ -645,8 +649,9 @@ INLINE size_t page_of(const Inputs *in, int sequence, int64_t index) {
     return (size_t)in->page_table[in->slots[sequence] * in->table_pages + page];
 }
 
-/* Stores a row's key and value of one head: keys as (pages, heads, head size, 16 tokens), values as (pages, heads, head
- * size / 16, 16 tokens, 16). */
+/* Stores a row's key and value of one head. In float32: keys as (pages, heads, head size, 16 tokens), values as (pages,
+ * heads, head size / 16, 16 tokens, 16). In bfloat16, numbers that are summed lie in pairs: keys as (pages, heads, head
+ * size / 2, 16 tokens, 2), values as (pages, heads, head size / 16, 8, 16, 2 tokens). */
 static void store_key(const Step *s, const Layer *layer, int row, int head) {
     const Model *m = s->model;
     const Inputs *in = s->inputs;
@@ -658,20 +663,47 @@ static void store_key(const Step *s, const Layer *layer, int row, int head) {
     rotate(key, size, s->angles + row * size);
     const int64_t index = in->cursors[sequence] + window_row % in->width;
     const size_t token = index % PAGE, block = page_of(in, sequence, index) * m->kv_heads + head;
-    const size_t key_at = block * size * PAGE + token, value_at = block * padded * PAGE + token * 16;
+    const size_t key_at = block * size * PAGE, value_at = block * padded * PAGE;
     if (m->half_cache) {
-        uint16_t *keys = (uint16_t *)layer->keys + key_at, *values = (uint16_t *)layer->values + value_at;
-        for (int i = 0; i < size; i++) keys[i * PAGE] = to_bf16(key[i]);
-        for (int i = 0; i < size; i++) values[i / 16 * 16 * PAGE + i % 16] = to_bf16(value[i]);
+        uint16_t *keys = (uint16_t *)layer->keys + key_at + token * 2;
+        uint16_t *values = (uint16_t *)layer->values + value_at + token / 2 * 32 + token % 2;
+        for (int i = 0; i < size; i++) keys[i / 2 * 2 * PAGE + i % 2] = to_bf16(key[i]);
+        for (int i = 0; i < size; i++) values[i / 16 * 16 * PAGE + i % 16 * 2] = to_bf16(value[i]);
     } else {
-        float *keys = (float *)layer->keys + key_at, *values = (float *)layer->values + value_at;
+        float *keys = (float *)layer->keys + key_at + token, *values = (float *)layer->values + value_at + token * 16;
         for (int i = 0; i < size; i++) keys[i * PAGE] = key[i];
         for (int i = 0; i < size; i++) values[i / 16 * 16 * PAGE + i % 16] = value[i];
     }
 }
 
-INLINE floats cached(const void *from, size_t at, int half) {
-    return half ? load_bf16((const uint16_t *)from + at) : load((const float *)from + at);
+/* What pairs in bfloat16 are multiplied by: bfloat16 too where the processor multiplies it, floats elsewhere. */
+#if defined(__AVX512BF16__)
+typedef uint16_t number;
+#else
+typedef float number;
+#endif
+
+INLINE void store_numbers(number *to, floats v) {
+#if defined(__AVX512BF16__)
+    const __m256bh half = _mm512_cvtneps_pbh((__m512)v);
+    memcpy(to, &half, sizeof half);
+#else
+    store(to, v);
+#endif
+}
+
+/* sum + pairs[0] * numbers[0] + pairs[1] * numbers[1] in each lane */
+INLINE floats add_pairs(floats sum, const uint16_t *pairs_at, const number *numbers) {
+    ints pairs;
+    memcpy(&pairs, pairs_at, sizeof pairs);
+#if defined(__AVX512BF16__)
+    int32_t two;
+    memcpy(&two, numbers, 4);
+    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(two));
+#else
+    sum = fma_((floats)(pairs << 16), all(numbers[0]), sum);
+    return fma_((floats)(pairs & (int32_t)0xffff0000), all(numbers[1]), sum);
+#endif
 }
 
 /* May a token of a window see the cache at `index`? The rule of mars.method.visibility. */
@@ -699,6 +731,8 @@ INLINE void attend_heads(const Step *s, const Layer *layer, int row, int kv_head
     const int64_t first = oldest / PAGE, last = (cursor + window_row % in->width) / PAGE; /* later ones see no more */
     const size_t most = s->most;
     float *scores = s->scores + s->me * 4 * most;
+    number numbers[half ? count * size + TILE : 1]; /* the query */
+    for (int i = 0; half && i < count * size; i += LANES) store_numbers(numbers + i, load(query + i));
 
     floats highest[4][PARTS];
     UNROLLED for (int h = 0; h < count; h++)
@@ -706,21 +740,26 @@ INLINE void attend_heads(const Step *s, const Layer *layer, int row, int kv_head
     for (int64_t page = first; page <= last; page++) {
         const size_t block = page_of(in, sequence, page * PAGE) * m->kv_heads + kv_head;
         const size_t next = page_of(in, sequence, (page + 1) * PAGE) * m->kv_heads + kv_head, bytes = half ? 2 : 4;
+        fetch((const char *)layer->keys + next * size * PAGE * bytes, size * PAGE * bytes);
+        fetch((const char *)layer->values + block * padded * PAGE * bytes, padded * PAGE * bytes);
         floats dots[4][PARTS];
         UNROLLED for (int p = 0; p < PARTS; p++) {
             floats sums[SUMS][4];
             UNROLLED for (int j = 0; j < SUMS; j++)
                 UNROLLED for (int h = 0; h < count; h++) sums[j][h] = all(0);
-            for (int i = 0; i < size; i += SUMS) {
-                __builtin_prefetch((const char *)layer->keys + (next * size + i) * PAGE * bytes);
-                __builtin_prefetch((const char *)layer->keys + (next * size + i + 2) * PAGE * bytes);
-                __builtin_prefetch((const char *)layer->values + (block * padded + i) * PAGE * bytes);
-                __builtin_prefetch((const char *)layer->values + (block * padded + i + 2) * PAGE * bytes);
-                UNROLLED for (int j = 0; j < SUMS; j++) {
-                    const floats key = cached(layer->keys, (block * size + i + j) * PAGE + p * LANES, half);
-                    UNROLLED for (int h = 0; h < count; h++)
-                        sums[j][h] = fma_(key, all(query[h * size + i + j]), sums[j][h]);
-                }
+            if (half) {
+                const uint16_t *keys = (const uint16_t *)layer->keys + block * size * PAGE + p * 2 * LANES;
+                for (int i = 0; i < size; i += 2 * SUMS)
+                    UNROLLED for (int j = 0; j < SUMS; j++)
+                        if (j < 2 || i + 2 * j < size) /* heads have multiples of four numbers */
+                            UNROLLED for (int h = 0; h < count; h++)
+                                sums[j][h] = add_pairs(sums[j][h], keys + (i + 2 * j) * PAGE, numbers + h * size + i + 2 * j);
+            } else {
+                const float *keys = (const float *)layer->keys + block * size * PAGE + p * LANES;
+                for (int i = 0; i < size; i += SUMS)
+                    UNROLLED for (int j = 0; j < SUMS; j++)
+                        UNROLLED for (int h = 0; h < count; h++)
+                            sums[j][h] = fma_(load(keys + (i + j) * PAGE), all(query[h * size + i + j]), sums[j][h]);
             }
             UNROLLED for (int h = 0; h < count; h++) dots[h][p] = (sums[0][h] + sums[1][h]) + (sums[2][h] + sums[3][h]);
         }
@@ -752,7 +791,8 @@ INLINE void attend_heads(const Step *s, const Layer *layer, int row, int kv_head
         for (int64_t t = 0; t < length; t += TILE)
             for (int p = 0; p < PARTS; p++) {
                 const floats weight = exp_(load(scores + h * most + t + p * LANES) - all(top));
-                store(scores + h * most + t + p * LANES, weight);
+                if (half) store_numbers((number *)(scores + h * most) + t + p * LANES, weight); /* behind what is read */
+                else store(scores + h * most + t + p * LANES, weight);
                 sums[p] += weight;
             }
         total[h] = 0;
@@ -764,14 +804,20 @@ INLINE void attend_heads(const Step *s, const Layer *layer, int row, int kv_head
             UNROLLED for (int h = 0; h < count; h++) mixed[j][h] = all(0);
         for (int64_t page = first; page <= last; page++) {
             const size_t block = page_of(in, sequence, page * PAGE) * m->kv_heads + kv_head;
-            const size_t at = block * padded * PAGE + part / 16 * 16 * PAGE + part % 16;
-            const float *weights = scores + (page - first) * PAGE;
-            for (int t = 0; t < PAGE; t += SUMS)
-                UNROLLED for (int j = 0; j < SUMS; j++) {
-                    const floats value = cached(layer->values, at + (t + j) * 16, half);
+            const size_t at = block * padded * PAGE + part / 16 * 16 * PAGE;
+            const int64_t t = (page - first) * PAGE;
+            if (half) {
+                const uint16_t *values = (const uint16_t *)layer->values + at + part % 16 * 2;
+                UNROLLED for (int i = 0; i < PAGE; i += 2)
                     UNROLLED for (int h = 0; h < count; h++)
-                        mixed[j][h] = fma_(value, all(weights[h * most + t + j]), mixed[j][h]);
-                }
+                        mixed[i / 2 % SUMS][h] =
+                            add_pairs(mixed[i / 2 % SUMS][h], values + i * 16, (number *)(scores + h * most) + t + i);
+            } else {
+                const float *values = (const float *)layer->values + at + part % 16;
+                UNROLLED for (int i = 0; i < PAGE; i++)
+                    UNROLLED for (int h = 0; h < count; h++)
+                        mixed[i % SUMS][h] = fma_(load(values + i * 16), all(scores[h * most + t + i]), mixed[i % SUMS][h]);
+            }
         }
         UNROLLED for (int h = 0; h < count; h++) {
             float values[LANES];
@@ -1103,7 +1149,7 @@ typedef struct {
     int64_t *cursor, *last, *draft_count, *state;        /* by slot; `state` are the drafts (slots, state_drafts) */
     uint8_t *emitted;
     const int64_t *page_table;
-    int64_t context, banned; /* positions that there are; a token that is never chosen, or -1 */
+    int64_t context, mask, banned; /* positions that there are; the mask token; a token that is never chosen, or -1 */
     int32_t vocabulary;
     const Matrix *before, *after; /* of the Markov head, or null */
     int64_t *decisions;           /* (sequences, 4 + drafts + masks): see StepOutputs */
@@ -1121,7 +1167,7 @@ typedef struct {
 INLINE int group_start(const Window *w, int group) { return 1 + w->drafts + group * w->masks; }
 INLINE int width_of(const Window *w) { return group_start(w, w->masks ? w->early + 1 : 0); }
 
-static void fill_window(const Model *m, const Decoding *d, const Window *w, int64_t *tokens, int64_t *positions,
+static void fill_window(const Decoding *d, const Window *w, int64_t *tokens, int64_t *positions,
                         int64_t *group, int64_t *offset, int64_t *reach, int width) {
     const int64_t cursor = d->cursor[w->slot];
     for (int i = 0; i < width; i++) {
@@ -1132,7 +1178,7 @@ static void fill_window(const Model *m, const Decoding *d, const Window *w, int6
             offset[i] = reach[i] = i;
         } else if (i < width_of(w)) {
             const int number = mask / w->masks;
-            tokens[i] = m->mask_token;
+            tokens[i] = d->mask;
             group[i] = number + 1;
             reach[i] = number < w->early ? number : w->drafts;
             offset[i] = reach[i] + 1 + mask % w->masks;
@@ -1170,7 +1216,7 @@ int64_t mars_decode(const Model *m, const Decoding *d) {
     if ((int64_t)needed > d->scratch_bytes) return (int64_t)needed;
     for (int i = 0; i < n; i++) {
         const size_t at = (size_t)i * width;
-        fill_window(m, d, windows + i, arrays[0] + at, arrays[1] + at, arrays[2] + at, arrays[3] + at, arrays[4] + at, width);
+        fill_window(d, windows + i, arrays[0] + at, arrays[1] + at, arrays[2] + at, arrays[3] + at, arrays[4] + at, width);
     }
     mars_step(m, &inputs);
     if (d->banned >= 0)
