@@ -93,6 +93,9 @@ def test_demo(smollm: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr(cli, "DEMO_TOKENS", 32)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(smollm.engine().policy, "seconds", StepSeconds(lambda *_: 1.0, 3))
+    monkeypatch.setattr(
+        smollm.engine().policy, "observe_step", lambda *_: None
+    )  # masks cost nothing, whatever they take
     cli.demo()
     said = capsys.readouterr().out
     assert said.count("tokens per second") == 2

@@ -13,16 +13,11 @@ from tests.conftest import tiny_checkpoint
 
 
 def machine(step: float, token: float, masks: float, mask: float, free: int = 0) -> StepSeconds:
-    """A machine on which these are the seconds of a step, of a token more (``free`` of them cost nothing), of masks at
-    all, and of a mask besides."""
+    """Seconds on a machine: of a step, of a token after the first and ``free`` others, of masks at all, of a mask."""
 
     def seconds(count: int, window: Window) -> float:
-        tokens = count * window.width - 1
-        return (
-            step
-            + token * max(tokens - free, 0)
-            + (masks * (count > 0) + mask * window.all_masks * count) * bool(window.all_masks)
-        )
+        fed, predicting = count * window.width, count * window.all_masks
+        return step + token * max(fed - 1 - free, 0) + masks * bool(predicting) + mask * predicting
 
     made = StepSeconds(seconds, 3)
     made.measure(1)

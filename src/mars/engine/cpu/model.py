@@ -21,7 +21,7 @@ from mars.models.checkpoint import Checkpoint
 from mars.models.gated import LowRank
 
 PAGE = 16  # tokens in a page of the cache
-MOST_RANK = 64  # of an adapter's changes: what they bring beyond is less than the time it takes to read more
+MOST_RANK = 64  # of an adapter's changes in int8: what they bring beyond is less than the time it takes to read more
 VECTOR = 16  # heads of values are padded to a multiple of it
 
 
@@ -270,9 +270,9 @@ class CpuModel:
                 rank = len(next(iter(changes.values())).a)
                 none = LowRank(layer.in_features, layer.out_features, rank)  # it begins without an effect
                 change = changes.get(name, none)
-                first, second = _of_rank(
-                    MOST_RANK, change.a.detach().float(), adapter.scale * change.b.detach().float()
-                )
+                first, second = change.a.detach().float(), adapter.scale * change.b.detach().float()
+                if self._form == "int8":
+                    first, second = _of_rank(MOST_RANK, first, second)
                 first = self._by_heads(first) if heads else first
                 linear.a[index], linear.b[index] = (self._matrix(each, drafts=True) for each in (first, second))
         return linear
