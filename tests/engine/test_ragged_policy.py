@@ -6,7 +6,7 @@ import pytest
 
 from mars.core.request import Request
 from mars.core.sequence import Sequence
-from mars.engine.cpu.policy import HOPE, REST, Calibration, Outlook, RaggedPolicy, StepSeconds
+from mars.engine.cpu.policy import HOPE, PROBE, REST, STALE, Calibration, Outlook, RaggedPolicy, StepSeconds
 from mars.method.acceptance import Dial
 from mars.method.windows import Window
 from tests.conftest import tiny_checkpoint
@@ -79,6 +79,22 @@ def test_seconds_follow_real_steps() -> None:
         seconds.observe(4, 3, 38.0)
     assert seconds(1) == pytest.approx(20.0, rel=0.05)
     assert seconds(4, 3) == pytest.approx(38.0, rel=0.05)
+
+
+def test_single_tokens_are_timed_now_and_then() -> None:
+    """Steps with masks take what they took; single tokens have become twice as fast."""
+    policy, one = RaggedPolicy(4, machine(10.0, 0.2, 0.5, 0.1)), drafted(0.99, 0.99, 0.99)
+    for _ in range(2 * PROBE):
+        (window,) = policy.windows([one])
+        assert window.masks
+        policy.observe_step([window], 4, policy.seconds(window.width, window.all_masks))
+    before = policy.seconds(4, 3)
+    assert policy.windows([one]) == [Window()], "nothing else shows what single tokens take"
+    policy.observe_step([Window()], 1, 5.0)
+    assert policy.seconds(1) == pytest.approx(10.0 * 0.5**STALE) and policy.seconds(4, 3) == pytest.approx(
+        before, rel=0.1
+    )
+    assert policy.windows([one])[0].drafts, "one such step is enough"
 
 
 def test_calibration() -> None:

@@ -21,12 +21,15 @@ from mars.engine.policy import WindowPolicy, takes_any_window
 from mars.method.windows import Window
 
 NEWEST = 0.1  # weight of the newest step in what steps cost and bring lately
+STALE = 0.5  # … of a step without masks after many with masks
+PROBE = 64  # steps with masks after which one without them is taken: whether masks pay shows beside it alone
 MOST_CHANGE = 3.0  # a step counts as at most so many times slower or faster than expected
 FEWEST_MEASURED, MOST_MEASURED = 16, 64  # tokens of the largest step that is timed, by number of sequences
 MEASURE_AGAIN = 600.0  # seconds after which steps are timed again
 BINS = 8  # of the probabilities that masks give to their drafts
 BIN_PRIOR = 4.0  # observations that the middle of a bin counts for
 HOPE = 0.8  # the chance of a draft of which nothing is known: high enough that masks are tried
+PROMISE = 0.8  # of its worth counts for a draft that is still to be predicted: the text may end before
 LEARNING = 0.25  # weight of the newest drafts in what is expected of a sequence's next ones
 REST = 8  # steps of single tokens after it was found that nothing else pays: finding out takes time too
 FORGETTING = 0.1  # weight of hope, each time that is found: text changes, and masks are tried again some day
@@ -47,6 +50,7 @@ class StepSeconds:
     _until: float = 0.0  # when all of this is measured again
     _lately: float = 1.0  # what steps took lately over what was measured
     _masks_lately: float = 1.0  # … those with masks, besides that
+    unseen: int = 0  # steps since the last one without masks
 
     def __call__(self, tokens: int, masks: int = 0) -> float:
         seconds = self._lately * self._interpolate(tokens)
@@ -97,12 +101,16 @@ class StepSeconds:
 
     def observe(self, tokens: int, masks: int, seconds: float) -> None:
         change = seconds / max(self(tokens, masks), 1e-9)
-        change = min(max(change, 1 / MOST_CHANGE), MOST_CHANGE) ** NEWEST
+        change = min(max(change, 1 / MOST_CHANGE), MOST_CHANGE)
         if masks:
-            self._masks_lately *= change
+            self._masks_lately *= change**NEWEST
+            self.unseen += 1
         else:
-            self._lately *= change
+            weight = NEWEST if self.unseen < PROBE else STALE
+            self._lately *= change**weight
+            self._masks_lately *= change ** (NEWEST - weight)  # what is known of steps with masks stays
             self._masks_lately **= 1 - NEWEST / 10  # not seen for long: they may have become cheaper
+            self.unseen = 0
 
 
 class Calibration:
@@ -185,6 +193,8 @@ class RaggedPolicy(WindowPolicy):
             self._rest -= 1
             return [each or Window() for each in needed]
         self.seconds.measure(len(sequences))
+        if self.seconds.unseen >= PROBE * (2 if any(each.drafts for each in sequences) else 1):
+            return [each or Window() for each in needed]
         rate = max(self._speed, 1.0) * len(sequences) / self.seconds(len(sequences))
         """Tokens per second that the time of this step would bring otherwise"""
         least = sum(1 if each is None else each.width for each in needed)
@@ -243,6 +253,7 @@ class RaggedPolicy(WindowPolicy):
                     adds = chance * max(behind_all[offset] - price, 0.0)
                     if early:
                         adds += (1.0 - chances[1]) * max(outlook.after_miss[offset] - price, 0.0)
+                    adds *= PROMISE
                     if adds <= costs:
                         break
                     later, count = later + adds, count + 1
