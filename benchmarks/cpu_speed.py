@@ -150,6 +150,7 @@ def main() -> None:
             cells += [("llama.cpp", both[:1], kind, 1) for kind in prompts]
 
     best: dict[tuple[str, str, str, int], Measured] = {}
+    turns: dict[tuple[str, str, str, int], list[float]] = {}
     bandwidths = []
     for _ in range(asked.turns):
         bandwidths.append(copy_bandwidth(checkpoints["int8"].device))
@@ -159,6 +160,7 @@ def main() -> None:
                 mine, most = mine[:4], most // 4  # it takes long
             for dial, measured in in_turns(decoders[name], mine, most, dials, size).items():
                 cell = (name, dial, kind, size)
+                turns.setdefault(cell, []).append(measured.tokens / measured.seconds)
                 if cell not in best or measured.seconds < best[cell].seconds:
                     best[cell] = measured
     rows = []
@@ -174,6 +176,12 @@ def main() -> None:
                 "ms_per_forward": 1000 * measured.seconds / measured.forwards * size,
                 "tokens_per_forward": measured.tokens / measured.forwards,
                 "ratio_to_one_token": measured.tokens / measured.seconds / (one.tokens / one.seconds),
+                "ratio_by_turn": [
+                    mine / other
+                    for mine, other in zip(
+                        turns[name, dial, kind, size], turns[name, "one-token", kind, size], strict=True
+                    )
+                ],
                 "same_text": sum(a == b for a, b in zip(measured.texts, one.texts, strict=True)) / len(one.texts),
             }
         )

@@ -29,6 +29,7 @@ MEASURE_AGAIN = 600.0  # seconds after which steps are timed again
 BINS = 8  # of the probabilities that masks give to their drafts
 BIN_PRIOR = 4.0  # observations that the middle of a bin counts for
 HOPE = 0.8  # the chance of a draft of which nothing is known: high enough that masks are tried
+MARGIN = 0.02  # tokens per sequence and step that windows must promise to bring: what they cost is not known better
 PROMISE = 0.8  # of its worth counts for a draft that is still to be predicted: the text may end before
 LEARNING = 0.25  # weight of the newest drafts in what is expected of a sequence's next ones
 REST = 8  # steps of single tokens after it was found that nothing else pays: finding out takes time too
@@ -204,12 +205,15 @@ class RaggedPolicy(WindowPolicy):
             for _ in range(2):  # the second time with the price at what the first plan feeds
                 plans.append(self._plan(sequences, needed, price, rate * self.seconds.mask_price(), masks=True))
                 price = rate * self.seconds.slope(plans[-1].tokens)
-        best = max(plans, key=lambda plan: plan.gain - rate * self.seconds(plan.tokens, plan.masks))
-        self._rest = REST if best.tokens == least else 0
-        for sequence, window, given in zip(sequences, best.windows, needed, strict=True):
+        worth = [plan.gain - rate * (self.seconds(plan.tokens, plan.masks) - self.seconds(least)) for plan in plans]
+        best = max(range(len(plans)), key=worth.__getitem__)
+        pays = worth[best] > MARGIN * len(sequences)
+        windows = plans[best].windows if pays else [each or Window() for each in needed]
+        self._rest = 0 if pays else REST
+        for sequence, window, given in zip(sequences, windows, needed, strict=True):
             if given is None and not window.masks:
                 self._outlook(sequence).forget()
-        return best.windows
+        return windows
 
     def _fixed(self, sequence: Sequence) -> Window | None:
         """The window of a sequence that cannot have any."""
