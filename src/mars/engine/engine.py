@@ -393,8 +393,10 @@ class Engine:
 
     def warm_up(self, num_seqs: int | None = None) -> Iterator[tuple[int, int]]:
         """Get ready for up to so many sequences, all by default; yields how much is done, and of how much."""
+        most = min(num_seqs or self.max_num_seqs, self.max_num_seqs)
+        if isinstance(self.policy, RaggedPolicy):
+            self.policy.seconds.measure(most)
         if isinstance(self._runner, GraphRunner):
-            most = min(num_seqs or self.max_num_seqs, self.max_num_seqs)
             yield from self._runner.warm_up(most, self._prefill_tokens, self._costs.measure)
 
     def clear_prefix_cache(self) -> None:
