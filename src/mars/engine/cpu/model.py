@@ -82,7 +82,8 @@ class Greedy(Structure):
 
 class Decoding(Structure):
     _fields_ = (
-        *((name, c_int32) for name in ("sequences", "drafts", "masks", "state_drafts", "table_pages", "threads")),
+        *((name, c_int32) for name in ("sequences", "drafts", "most_groups", "masks")),
+        *((name, c_int32) for name in ("state_drafts", "table_pages", "threads")),
         *((name, c_void_p) for name in ("slots", "verifies", "groups", "masks_of")),
         *((name, c_void_p) for name in ("cursor", "last", "draft_count", "state", "emitted", "page_table")),
         *((name, c_int64) for name in ("context", "mask", "banned")),
@@ -183,12 +184,8 @@ class CpuModel:
         decisions = torch.empty(count, 4 + window.drafts + window.masks, dtype=torch.long)
         probabilities = torch.empty(count, window.masks)
         step, integers = self._decoding(state), inputs.integers
-        step.sequences, step.drafts, step.masks, step.threads = (
-            count,
-            window.drafts,
-            window.masks,
-            torch.get_num_threads(),
-        )
+        step.sequences, step.threads = count, torch.get_num_threads()
+        step.drafts, step.most_groups, step.masks = window.drafts, window.groups, window.masks
         first = integers.data_ptr()
         step.slots, step.verifies, step.groups, step.masks_of = (first + 8 * count * row for row in range(4))
         step.decisions, step.probability = decisions.data_ptr(), probabilities.data_ptr()

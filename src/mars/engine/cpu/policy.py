@@ -1,9 +1,9 @@
 """What each sequence feeds in a step on a CPU: as many drafts and masks as pay for themselves.
 
 A step of few tokens takes as long as its weights take to read. Each further token then costs little, until arithmetic
-takes as long. A draft is worth the chance that it is accepted, which its own probability tells; masks
-are worth the drafts that they predict, if exactly the drafts before them are accepted. Both are weighed against the
-tokens that the same time would bring otherwise.
+takes as long. A draft is worth the chance that it is accepted, which its own probability tells; masks are worth the
+drafts that they predict, if exactly the drafts before them are accepted. Both are weighed against the tokens that the
+same time would bring otherwise.
 """
 
 from __future__ import annotations

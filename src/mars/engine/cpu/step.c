@@ -1143,7 +1143,7 @@ int mars_greedy(const Greedy *g) {
 
 /* Does what mars.method.windows.build_windows, mars.method.acceptance.decide_by and DeviceState.advance do. */
 typedef struct {
-    int32_t sequences, drafts, masks; /* `drafts` and `masks`: most of a window */
+    int32_t sequences, drafts, most_groups, masks; /* the last three: most of a window */
     int32_t state_drafts, table_pages, threads;
     const int64_t *slots, *verifies, *groups, *masks_of; /* (sequences,) */
     int64_t *cursor, *last, *draft_count, *state;        /* by slot; `state` are the drafts (slots, state_drafts) */
@@ -1200,8 +1200,9 @@ int64_t mars_decode(const Model *m, const Decoding *d) {
         const int64_t slot = w->slot = d->slots[i];
         w->drafts = d->draft_count[slot] < d->drafts ? (int)d->draft_count[slot] : d->drafts;
         w->masks = d->groups[i] ? (d->masks_of[i] < d->masks ? (int)d->masks_of[i] : d->masks) : 0;
-        w->early = d->emitted[slot] || !w->masks ? 0 : (int)d->groups[i] - 1;
+        w->early = (d->groups[i] < d->most_groups ? (int)d->groups[i] : d->most_groups) - 1;
         if (w->early > w->drafts) w->early = w->drafts;
+        if (d->emitted[slot] || !w->masks) w->early = 0; /* emitted drafts are always accepted */
         widen(&width, width_of(w));
         cursors[i] = d->cursor[slot];
     }
