@@ -15,7 +15,7 @@ import pytest
 
 from mars import Model, cli, load
 from mars.cli import main
-from mars.engine.cpu import StepSeconds
+from mars.engine.cpu import RaggedPolicy, StepSeconds
 from mars.models import builtin
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -92,10 +92,10 @@ def test_demo(smollm: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr(cli, "DEMO_PROMPTS", cli.DEMO_PROMPTS[:2])
     monkeypatch.setattr(cli, "DEMO_TOKENS", 32)
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr(smollm.engine().policy, "seconds", StepSeconds(lambda *_: 1.0, 3))
-    monkeypatch.setattr(
-        smollm.engine().policy, "observe_step", lambda *_: None
-    )  # masks cost nothing, whatever they take
+    engine = smollm.engine()
+    policy = RaggedPolicy(engine.block_size, StepSeconds(lambda *_: 1.0, engine.block_size - 1))
+    monkeypatch.setattr(engine, "policy", policy)
+    monkeypatch.setattr(policy, "observe_step", lambda *_: None)  # masks cost nothing, whatever they take
     cli.demo()
     said = capsys.readouterr().out
     assert said.count("tokens per second") == 2
