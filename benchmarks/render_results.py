@@ -14,6 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -248,8 +249,8 @@ def cpu(read: Read) -> Table:
     return [["", *header], *(line(kind) for kind in dict.fromkeys(row["kind"] for row in measured))]
 
 
-def cpu_load(read: Read) -> Table:
-    measured = [row for row in read("cpu-speed")["rows"] if row["decoder"] == "int8"]
+def cpu_load(read: Read, name: str = "cpu-speed") -> Table:
+    measured = [row for row in read(name)["rows"] if row["decoder"] == "int8"]
     kinds = list(dict.fromkeys(row["kind"] for row in measured))
 
     def line(requests: int) -> list[str]:
@@ -291,6 +292,7 @@ TABLES: dict[str, Callable[[Read], Table]] = {
     "server": server,
     "cpu": cpu,
     "cpu-load": cpu_load,
+    "cpu-slow-memory": partial(cpu_load, name="cpu-speed-slow-memory"),
     "cpu-forms": cpu_forms,
 }
 
