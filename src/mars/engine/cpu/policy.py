@@ -72,11 +72,11 @@ class StepSeconds:
     def is_known(self) -> bool:
         return bool(self._text)
 
-    def measure(self, sequences: int) -> bool:
-        """Time steps, if that was not done for so many sequences or long ago; says whether it was needed."""
+    def measure(self, sequences: int) -> None:
+        """Time steps, if that was not done for so many sequences, or long ago."""
         largest = min(max(FEWEST_MEASURED, 4 * sequences), MOST_MEASURED)
         if 1 << len(self._text) > largest and time.monotonic() < self._until:
-            return False
+            return
         sizes = [1 << power for power in range(largest.bit_length())]
         kinds = [(size, Window()) for size in sizes]
         if self.masks:
@@ -92,7 +92,6 @@ class StepSeconds:
             self._next_mask = max(several - one, 0.0) / max(self.masks - 1, 1)
             self._first_mask = max(one, self._next_mask)
         self._until = time.monotonic() + MEASURE_AGAIN
-        return True
 
     def _interpolate(self, tokens: int) -> float:
         """On the line through the two sizes around this one; beyond the largest, through the last two."""

@@ -119,20 +119,6 @@ INLINE void restore_denormals(unsigned before) {
 
 /* ---- 16-bit numbers */
 
-typedef uint16_t words __attribute__((vector_size(2 * LANES)));
-
-INLINE floats load_bf16(const uint16_t *from) {
-#if LANES == 16
-    return (floats)((ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)) << 16);
-#elif LANES == 8
-    return (floats)((ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)) << 16);
-#else
-    words w;
-    memcpy(&w, from, sizeof w);
-    return (floats)(__builtin_convertvector(w, ints) << 16);
-#endif
-}
-
 INLINE uint16_t to_bf16(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
