@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test test-vllm lint format results clean
+.PHONY: demo test test-vllm docs lint format results package clean
 
 demo: $(VENV)/.installed  ## install, fetch the built-in model, show what MARS does
 	$(BIN)/mars demo
@@ -13,6 +13,9 @@ test: lint  ## lint, type-check, check the import layers, run the tests
 
 test-vllm: $(VENV)-vllm/.installed  ## the plugin for vLLM, in an environment of its own, on a CPU
 	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/pytest --numprocesses 2 --dist loadfile tests/integrations/vllm
+
+docs: $(VENV)/.dev  ## the documentation as a site, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
@@ -24,11 +27,24 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-results:  ## render the tables of docs/results.md from results/
-	$(PYTHON) benchmarks/render_results.py
+results: $(VENV)/.dev  ## render README's figures and the tables of docs/results.md from results/
+	$(BIN)/python benchmarks/render_results.py
+	$(BIN)/python benchmarks/render_readme.py
+
+FRESH = $(abspath $(VENV)-package)
+INSTALLED = cd / && $(FRESH)/bin/python -I  # outside the checkout, whatever PYTHONPATH says
+package: $(VENV)/.dev  ## build the sdist and from it the wheel, install the wheel in a fresh environment and use it
+	rm -rf dist $(FRESH)
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv $(FRESH)
+	$(FRESH)/bin/python -m pip install --quiet --no-compile dist/*.whl
+	$(INSTALLED) -c 'import mars; print(mars.__version__, mars.__file__)' | grep $(FRESH)
+	$(INSTALLED) $(FRESH)/bin/mars --version
+	$(INSTALLED) $(FRESH)/bin/mars generate "Count from one to ten." --dial exact --max-new-tokens 32
 
 clean:
-	rm -rf $(VENV) $(VENV)-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf dist site $(VENV) $(VENV)-package $(VENV)-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -13,13 +13,16 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-MARKER = re.compile(r"(<!-- table: ([\w-]+) -->\n\n)(?:\|.*\n)*\n*")
+MARKERS = (  # with what stands behind them
+    re.compile(r"(<!-- table: ([\w-]+) -->\n\n)(?:\|.*\n)*\n*"),
+    re.compile(r"(<!-- text: ([\w-]+) -->\n\n)(?:.+\n)*\n*"),
+)
 
 Read = Callable[[str], Any]
 """Returns the content of a file in results/, by its name without ``.json``"""
@@ -49,29 +52,33 @@ def times(ratio: float, digits: int = 1) -> str:
 
 
 def conversion(read: Read) -> Table:
-    small, others, ties = read("conversion-smollm2-135m"), [read(QWEN), read(f"{QWEN}-kl-only")], read("near-ties-h200")
+    gated, merged, ties = read("conversion-smollm2-135m-gated"), read("conversion-smollm2-135m"), read("near-ties-h200")
+    others = [merged, read(QWEN), read(f"{QWEN}-kl-only")]
 
     def same(count: int, requests: int) -> str:
         return f"{count} of {requests}"
 
     def rows() -> Iterator[list[str]]:
-        for name, parts in list(small["dials"].items())[1:]:  # without one-token
-            mine = parts["all"]
-            row = [name.replace(" ", ", "), f"{mine['tokens_per_forward']:.2f}", f"{mine['agreement']:.3f}"]
-            row.append(same(round(mine["same_as_one_token"] * small["requests"]), small["requests"]))
-            for other in others:
-                theirs = other["dials"].get(name, {}).get("all")
-                row += [f"{theirs['tokens_per_forward']:.2f}", f"{theirs['agreement']:.3f}"] if theirs else ["", ""]
+        for name in list(merged["dials"])[1:]:  # without one-token
+            row = [name.replace(" ", ", ")]
+            for found in (gated, *others):
+                mine = found["dials"].get(name, {}).get("all")
+                row += [f"{mine['tokens_per_forward']:.2f}", f"{mine['agreement']:.3f}"] if mine else ["", ""]
+                if found in (gated, merged):
+                    count = round(mine["same_as_one_token"] * found["requests"]) if mine else 0
+                    row.append(same(count, found["requests"]) if mine else "")
             yield row
-        yield ["exact, bfloat16", "", "", same(ties["identical"], ties["requests"]), "", "", "", ""]
+        yield ["exact, bfloat16", "", "", "", "", "", same(ties["identical"], ties["requests"]), *[""] * 4]
 
-    figures = ["tokens per forward", "agreement"]
+    figures = ["agreement", "answers equal to one-token's"]
     return [
         [
             "",
+            "gated: tokens per forward",
             *figures,
-            "answers equal to one-token's",
-            "Qwen: tokens per forward",
+            "merged",
+            *figures,
+            "Qwen",
             "agreement",
             "Qwen, KL alone",
             "agreement",
@@ -249,7 +256,7 @@ def cpu(read: Read) -> Table:
     return [["", *header], *(line(kind) for kind in dict.fromkeys(row["kind"] for row in measured))]
 
 
-def cpu_load(read: Read, name: str = "cpu-speed") -> Table:
+def cpu_load(read: Read, name: str) -> Table:
     measured = [row for row in read(name)["rows"] if row["decoder"] == "int8"]
     kinds = list(dict.fromkeys(row["kind"] for row in measured))
 
@@ -291,7 +298,7 @@ TABLES: dict[str, Callable[[Read], Table]] = {
     "scores": scores,
     "server": server,
     "cpu": cpu,
-    "cpu-load": cpu_load,
+    "cpu-load": partial(cpu_load, name="cpu-speed-load"),
     "cpu-slow-memory": partial(cpu_load, name="cpu-speed-slow-memory"),
     "cpu-forms": cpu_forms,
 }
@@ -303,23 +310,30 @@ def markdown(table: Table) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def render(page: str, results: Path) -> str:
-    """The page with all its tables made anew."""
+def render(page: str, results: Path, blocks: Mapping[str, Callable[[Read], str | Table]]) -> str:
+    """The page with all its tables and rendered paragraphs made anew."""
 
     def read(name: str) -> Any:
         return json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
 
-    return MARKER.sub(lambda found: found[1] + markdown(TABLES[found[2]](read)) + "\n", page)
+    def block(found: re.Match[str]) -> str:
+        made = blocks[found[2]](read)
+        return found[1] + (made if isinstance(made, str) else markdown(made)) + "\n"
+
+    for marker in MARKERS:
+        page = marker.sub(block, page)
+    return page.rstrip("\n") + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def update(page: Path, blocks: Mapping[str, Callable[[Read], str | Table]]) -> None:
+    """Render a page, or with ``--check`` exit with 1 if it is stale."""
+    parser = argparse.ArgumentParser()
     parser.add_argument("--results", type=Path, default=ROOT / "results")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md")
+    parser.add_argument("--page", type=Path, default=page)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is stale")
     args = parser.parse_args()
     old = args.page.read_text(encoding="utf-8")
-    new = render(old, args.results)
+    new = render(old, args.results, blocks)
     if not args.check:
         args.page.write_text(new, encoding="utf-8")
     elif new != old:
@@ -328,4 +342,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    update(ROOT / "docs" / "results.md", TABLES)

@@ -112,10 +112,12 @@ def smollm() -> mars.Model:
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<end>{% endif %}{% endfor %}"
 
 
-def save_chat_model(folder: Path, *, trained: bool) -> Path:
+def save_chat_model(
+    folder: Path, *, trained: bool, family: str = "llama", template: str = CHAT_TEMPLATE, **changes: object
+) -> Path:
     """A random model that knows ten letters; ``trained``: it has settings as if it were."""
-    checkpoint = tiny_checkpoint("llama")
-    checkpoint.tokenizer.chat_template = CHAT_TEMPLATE
+    checkpoint = tiny_checkpoint(family, **changes)
+    checkpoint.tokenizer.chat_template = template
     checkpoint.tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("<end>|."), "isolated")
     save_checkpoint(checkpoint if trained else replace(checkpoint, settings=None), folder)
     return folder

@@ -1,4 +1,4 @@
-"""MARS: several tokens per forward pass from a language model, with nothing added to the model."""
+"""MARS: several tokens per forward pass from a language model, whose own weights stay as they are."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -1,7 +1,8 @@
-"""docs/results.md shows what the files in results/ say."""
+"""README.md, its figures, docs/results.md and the page's welcome show what the files in results/ say."""
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -15,14 +16,40 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "results").glob("*.json"))
 
 
-def render(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, ROOT / "benchmarks" / "render_results.py", *arguments]
+def render(*arguments: object, script: str = "render_results.py") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "benchmarks" / script, *arguments]
     return subprocess.run([str(each) for each in command], text=True, capture_output=True, timeout=60, check=False)
 
 
-def test_the_page_is_up_to_date() -> None:
-    done = render("--check")
+@pytest.mark.parametrize("script", ["render_results.py", "render_readme.py"])
+def test_the_page_is_up_to_date(script: str) -> None:
+    done = render("--check", script=script)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_stale_readme_is_reported(tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text((ROOT / "README.md").read_text().replace("times as fast", "times as slow"))
+    done = render("--check", "--page", page, script="render_readme.py")
+    assert done.returncode == 1 and "times as fast" in done.stderr
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_moving_picture_is_the_recorded_race(theme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from race_picture import picture
+
+    race = json.loads((ROOT / "results" / "race-cpu.json").read_text())
+    drawn = (ROOT / "docs" / "figures" / f"race-{theme}.svg").read_text()
+    assert drawn == picture(race, theme) and len(drawn) < 2e6
+    for answer, side in zip(race["answers"], drawn.split("<g ")[1:], strict=True):
+        shown = "".join(re.findall(r'<tspan class="t\d">(.*?)<set', side))
+        assert html.unescape(shown) == "".join(text for _, text, _ in answer["pieces"]).replace("\n", "")
+
+
+def test_the_welcome_shows_the_recorded_race() -> None:
+    shown = ROOT / "src" / "mars" / "serving" / "page" / "race.json"
+    assert shown.read_bytes() == (ROOT / "results" / "race-cpu.json").read_bytes()
 
 
 def test_every_table_has_a_marker() -> None:

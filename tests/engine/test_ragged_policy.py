@@ -105,6 +105,22 @@ def test_calibration() -> None:
     assert learnt(0.9) < 0.05 and learnt(0.1) < 0.3
 
 
+def test_what_the_host_takes_per_step_makes_windows_pay() -> None:
+    """A token more costs as much as a step of one, so nothing is gained, unless steps cost something besides."""
+    seconds = machine(1.0, 1.0, 0.0, 0.0)
+    assert RaggedPolicy(4, seconds).windows([drafted(0.9, 0.9)]) == [Window()]
+    assert RaggedPolicy(4, seconds).windows([drafted(0.9, 0.9)], host_seconds=2.0)[0].drafts == 2
+
+
+def test_slow_windows_of_other_dials_do_not_stop_those_of_exact() -> None:
+    policy, threshold = RaggedPolicy(4, machine(10.0, 0.2, 0.5, 0.1)), sequence("threshold=0.9")
+    for _ in range(PROBE // 2):
+        (window,) = policy.windows([threshold])
+        assert window.masks
+        policy.observe_step([window], 1, 20.0)  # one token in the time of two
+    assert policy.windows([sequence()])[0].masks
+
+
 def test_cheap_windows_are_full_and_dear_ones_empty() -> None:
     assert RaggedPolicy(4, machine(1.0, 0.0, 0.0, 0.0)).windows([drafted(0.9, 0.9, 0.9)]) == [Window(3, 2, 3)]
     assert RaggedPolicy(4, machine(1.0, 2.0, 2.0, 2.0)).windows([drafted(0.9, 0.9, 0.9), sequence()]) == [Window()] * 2

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from markdown_it import MarkdownIt
 
 from mars import cli
 from mars.errors import how_to_install
+from mars.evaluation.report import report
 from mars.evaluation.statistics import paired, wilson
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -196,7 +198,7 @@ def markdown_tables(page: str) -> list[list[list[str]]]:
 
 def percent(row: dict[str, Any], with_speed: bool = False) -> str:
     speed = f" / {row['tokens_per_forward']:.2f} tok/fwd" if with_speed else ""
-    return f"{100 * row['score']:.1f} ± {50 * (row['high'] - row['low']):.1f}{speed}"
+    return f"{100 * row['score']:.1f} ({100 * row['low']:.1f} to {100 * row['high']:.1f}){speed}"
 
 
 def difference(outcome: dict[str, float], note: str) -> str:
@@ -207,7 +209,7 @@ def difference(outcome: dict[str, float], note: str) -> str:
     p = "p < 0.001" if outcome["p"] < 0.001 else f"p = {outcome['p']:.3f}"
     counts = f"{outcome['better']} better, {outcome['worse']} worse"
     mean, low, high = (signed(outcome[name]) for name in ("difference", "low", "high"))
-    return f"{mean} / {low} to {high} / {counts} / {p}, {note}"
+    return f"{mean} ({low} to {high}) / {counts} / {p}, {note}"
 
 
 @pytest.mark.parametrize("kind", ["md", "html"])
@@ -256,7 +258,57 @@ def test_the_numbers(kind: str, sources: list[Path], out: Path) -> None:
     assert origins[3][1:4] == ["mars bench --dials exact", "abc1234", "smollm2-135m"]
 
 
-def test_the_summary(sources: list[Path], out: Path) -> None:
+@pytest.mark.parametrize("kind", ["md", "html"])
+def test_title_verdict_and_chart_come_first(kind: str, out: Path) -> None:
+    text = (out / f"report.{kind}").read_text()
+    page = Tables(MarkdownIt("commonmark").enable("table").render(text) if kind == "md" else text)
+    said = " ".join(page.text.split())
+    title = f"MARS report: Base, Ours {EVIL} and smollm2-135m"
+    same = f"exact writes the same answers as one-token on 100 of 100 items, at 2.10 tokens per forward (Ours {EVIL})."
+    fast = (
+        "Compared with one-token on Abacus 9, exact is 2.00 times as fast at 1 request and 1.62 times as fast at "
+        "64 requests; the fastest peer at 1 request, vllm, is 0.70 times as fast (smollm2-135m)."
+    )
+    places = [said.index(each) for each in (title, same, fast, "Findings", "Accuracy, one token per forward")]
+    assert places == sorted(places)
+    assert text.index("speed-3") < text.index("Findings") < text.index("frontier-")
+    if kind == "html":
+        assert f"<title>{escape(title, quote=False)}</title>" in text
+
+
+def test_a_verdict_says_when_texts_differ_and_when_it_is_slower(tmp_path: Path) -> None:
+    folder = evaluation(tmp_path / "own", "smollm2-135m", dials={"one-token": 1.0, "relaxed=0.3": 2.4})
+    rows = json.loads((folder / "results.json").read_text())["rows"]
+    lossy = [row for row in rows if row["dial"] == "relaxed=0.3"]
+    same = sum(round(row["same_text"] * row["items"]) for row in lossy)
+    better, worse = (sum(row["against"][each] for row in lossy) for each in ("better", "worse"))
+    slow = json.loads(bench(tmp_path / "bench.json", (1, 8), (None,)).read_text())
+    slow["rows"] = [row | {"ratio_to_one_token": 0.5 + 0.0625 * row["batch_size"]} for row in slow["rows"]]
+    (tmp_path / "bench.json").write_text(json.dumps(slow))
+    report([folder, tmp_path / "bench.json"], tmp_path / "out")
+    said = (tmp_path / "out" / "report.html").read_text()
+    assert same < 100 and worse
+    assert (
+        f"<p>relaxed=0.3 writes the same answers as one-token on {same} of 100 items, scores higher on {better} and "
+        f"lower on {worse}, at 2.40 tokens per forward.</p>" in said
+    )
+    assert "exact is 0.56 times as fast (slower) at 1 request and 1.00 times as fast at 8 requests;" in said
+
+
+def test_without_a_second_dial_the_verdict_is_the_score(tmp_path: Path) -> None:
+    report([evaluation(tmp_path / "base", "Base", dials={"one-token": 1.0})], tmp_path / "out")
+    text = (tmp_path / "out" / "report.html").read_text()
+    assert "<p>One token per forward, the average of 2 tasks is" in text
+    assert "Compared" not in text and "same answers" not in text and "<svg" not in text
+
+
+def test_one_batch_size_is_drawn_as_bars(tmp_path: Path) -> None:
+    report([bench(tmp_path / "bench.json", (8,), (None,))], tmp_path / "out")
+    drawn = (tmp_path / "out" / "plots" / "speed-1-light.svg").read_text()
+    assert {"one-token", "exact", "vllm", "13,026"} <= set(re.findall(r">([^<>]+)</text>", drawn))
+
+
+def test_the_findings(sources: list[Path], out: Path) -> None:
     said = Tables((out / "report.html").read_text()).text.replace("\N{NO-BREAK SPACE}", " ")
     base, ours = (json.loads((source / "results.json").read_text())["averages"] for source in sources[:2])
     assert (
@@ -297,7 +349,7 @@ def test_plots_and_links(out: Path) -> None:
         for what in ("Average-of-2-tasks", "GSM8K", "HumanEval")
         for unit in ("forward", "second")
     ]
-    names += ["speed-3", "categories-3"]
+    names = ["speed-3", *names, "categories-3"]
     files = {f"{name}-{theme}.{kind}" for name in names for theme in ("light", "dark") for kind in ("svg", "png")}
     assert {path.name for path in (out / "plots").iterdir()} == files
     written = (out / "report.md").read_text()
@@ -348,7 +400,7 @@ def test_one_task_one_dial_and_block_sizes(tmp_path: Path, run) -> None:
     ]
     assert tables[1][1][1] == difference(paired([0.5] * 20, first), "20 items")
     assert "the score on own is" in (tmp_path / "out" / "report.md").read_text()
-    assert list((tmp_path / "out" / "plots").iterdir()) == [], "two dials are no frontier"
+    assert len(list((tmp_path / "out" / "plots").glob("frontier-own-*-light.svg"))) == 2
 
 
 def rewritten(path: Path, **changes: object) -> None:
@@ -442,7 +494,16 @@ def test_in_a_browser(browser: Any, out: Path) -> None:
             assert all((int(part) > 128) == (scheme == "light") for part in re.findall(r"\d+", paper))
             drawn = page.locator(f".{scheme} svg").first.bounding_box()
             assert drawn and drawn["width"] > min(0.85 * width, 500)
+    folds = page.locator("details.section")
+    inside = folds.locator("table")
+    assert folds.count() == 8 and not any(table.is_visible() for table in inside.all()), "closed at first"
+    page.get_by_text("Speed by batch size").click()
+    assert [table.is_visible() for table in inside.all()].count(True) == 1
+    page.get_by_text("[3]").first.click()
+    assert page.locator("#source-3").is_visible(), "a link opens what it leads to"
+    page.reload()
     page.emulate_media(media="print", color_scheme="dark")
+    assert all(table.is_visible() for table in inside.all()), "paper has everything"
     assert page.locator(".light svg").first.is_visible() and not page.locator(".dark svg").first.is_visible()
     assert logged == []
     assert {url for url in asked if not url.startswith("data:")} == {address}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -104,3 +107,13 @@ def test_files_that_are_no_benchmark(file: str, content: bytes, says: str, tmp_p
     (tmp_path / file).write_bytes(content)
     with pytest.raises(MarsError, match=says):
         exam("gsm8k", tmp_path)
+
+
+def test_nltk_does_not_say_that_it_cannot_download(tmp_path: Path) -> None:
+    """We say it ourselves, in one line."""
+    code = "import nltk; nltk.data.path = []; from mars.evaluation.tasks import _prepare_ifeval; _prepare_ifeval()"
+    offline = {"MARS_HOME": str(tmp_path), "HOME": str(tmp_path), "https_proxy": "http://127.0.0.1:9"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | offline, text=True, capture_output=True, check=True
+    )
+    assert done.stderr.splitlines() == ["IFEval: nltk's punkt_tab cannot be downloaded; sentences are split without it"]

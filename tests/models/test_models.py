@@ -245,7 +245,7 @@ def test_adapters_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
 # --- GGUF
 
 
-def test_a_gguf_file(tmp_path: Path) -> None:
+def test_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path)
     model = mars.load(path)
@@ -256,6 +256,7 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     assert answer.num_tokens == 6
     save_checkpoint(model.checkpoint, tmp_path / "plain")
     assert mars.load(tmp_path / "plain").generate([0, 1, 2], **forever).token_ids == answer.token_ids
+    assert "GGUF" not in capsys.readouterr().err  # transformers' progress bar
 
 
 def test_a_damaged_gguf_file(tmp_path: Path) -> None:

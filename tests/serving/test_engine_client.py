@@ -21,7 +21,7 @@ from mars.serving.engine_client import EngineClient, EngineGoneError, RequestFai
 from mars.serving.engine_process import EngineOptions
 from tests.conftest import END, VOCABULARY, tiny_tokenizer
 
-READY = messages.EngineReady("letters", tiny_tokenizer(), frozenset({END}), 256, VOCABULARY, None)
+READY = messages.EngineReady("letters", tiny_tokenizer(), frozenset({END}), 256, VOCABULARY, None, True)
 ASK = Request([1, 2, 3])
 
 

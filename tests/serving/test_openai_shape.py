@@ -240,6 +240,12 @@ def test_the_parameter_to_blame(http: httpx.Client, path: str, change: dict, par
     assert not {"max_new_tokens", "min_new_tokens", "ignore_end"} & set(error["message"].replace(",", "").split())
 
 
+def test_a_model_says_what_it_holds_and_whether_the_load_may_change_its_text(http: httpx.Client) -> None:
+    (entry,) = http.get("/v1/models").json()["data"]
+    assert (entry["max_model_len"], entry["batch_invariant"]) == (256, True)
+    assert http.get(f"/v1/models/{entry['id']}").json() == entry
+
+
 def test_methods_that_there_are(http: httpx.Client) -> None:
     for path, allowed in ((CHATS, "POST"), ("/v1/models", "GET"), ("/v1/dial", "GET, PUT"), ("/health", "GET")):
         response = http.delete(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import sys
 import time
@@ -244,3 +245,17 @@ def test_bodies_made_to_hurt(http: httpx.Client) -> None:
     assert failed.status_code == 500  # this model has no tokens for JSON
     assert failed.json()["error"]["type"] == "server_error" and "the request has failed" in failed.text
     assert http.post("/v1/chat/completions", json=ASK).status_code == 200
+
+
+def test_the_dashboard_shows_what_there_is(http: httpx.Client) -> None:
+    dashboard = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
+    there = http.get("/metrics").text
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"(?:vllm|mars):\w+", target["expr"])
+    }
+    assert len(asked) > 10
+    for name in asked:
+        assert name in there, name

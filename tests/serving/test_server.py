@@ -59,6 +59,8 @@ def test_a_stream(client: openai.OpenAI, expected: mars.RequestOutput) -> None:
     assert not account.choices and account.usage and account.usage.completion_tokens == expected.num_tokens
     sizes = [size for chunk in middle for size in chunk.model_extra["mars"]["forwards"]]
     assert sum(characters for _, characters in sizes) == len(expected.text)
+    assert all(chunk.model_extra["mars"]["dial"] == "exact" for chunk in middle)
+    assert all(chunk.model_extra["mars"]["agreement"] == 1.0 for chunk in middle)
     assert len({chunk.id for chunk in chunks}) == 1
     plain = list(client.chat.completions.create(messages=ASK, stream=True, **GREEDY))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in plain) == expected.text

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mars
@@ -25,7 +25,7 @@ from mars.models.adapter_files import dequantised
 from mars.training.gated import TRAINED
 from mars.training.recipe import Recipe
 from mars.training.run import train
-from mars.training.trainer import COMPLETE, last_checkpoint
+from mars.training.trainer import COMPLETE, arguments, last_checkpoint
 from tests.training.conftest import small_recipe
 
 LORA = {"r": 8}
@@ -181,6 +181,14 @@ def trainer_options(rows: int) -> dict[str, Any]:
     return options | {"per_device_train_batch_size": rows, "optim": "sgd"}
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_checkpointing_has_the_name_that_transformers_uses_now(chat_model: Path, chats: Path, tmp_path: Path) -> None:
+    options = trainer_options(2) | {"gradient_checkpointing": True}
+    recipe = small_recipe(chat_model, chats, tmp_path / "run", trainer=options)
+    made = arguments(recipe, recipe.stages[0], tmp_path, rows=1)
+    assert made.gradient_checkpointing and made.gradient_checkpointing_kwargs == {"use_reentrant": False}
+
+
 def test_a_merged_adapter_is_published_beside_the_model(chat_model: Path, chats: Path, tmp_path: Path) -> None:
     recipe = small_recipe(chat_model, chats, tmp_path / "run", **MERGED)
     train(recipe)
@@ -270,6 +278,22 @@ def test_training_goes_on_from_an_adapter(
     with pytest.raises(MarsError, match=message):
         train(small_recipe(chat_model, chats, tmp_path / "other", **changes | {"lora": {"r": 4}}))
     assert not (tmp_path / "other").exists()
+
+
+def test_training_does_not_go_on_from_the_adapter_of_another_model(
+    chat_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    """One of the same shape: only the weights tell them apart."""
+    once = {"trainer": {"max_steps": 1, "use_cpu": True}}
+    first = small_recipe(chat_model, chats, tmp_path / "first", **GATED | once)
+    train(first)
+    other = shutil.copytree(chat_model, tmp_path / "other-model")
+    weights = load_file(other / "model.safetensors")
+    save_file({name: -weight for name, weight in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    changes = GATED | {"from_adapter": str(first.output / "adapter")}
+    with pytest.raises(MarsError, match="the weights of this one are others"):
+        train(small_recipe(other, chats, tmp_path / "second", **changes))
+    assert not (tmp_path / "second").exists()
 
 
 @pytest.mark.parametrize("kind", [MERGED, GATED], ids=["merged", "gated"])
@@ -386,6 +410,7 @@ def test_a_recipe_that_cannot_work_says_why(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.filterwarnings("error::UserWarning")  # libraries have nothing to say
 def test_a_corrected_recipe_runs_in_the_same_output(
     chat_model: Path,
     chats: Path,

@@ -94,6 +94,8 @@ class Engine:
         self.checkpoint = checkpoint
         self.weight_bytes = cpu.weight_bytes if cpu else sum(each.nbytes for each in checkpoint.module.parameters())
         """What a step of single tokens reads, besides keys and values"""
+        self.is_batch_invariant = cpu is not None
+        """Do a token's logits depend on the model and the tokens before it alone, to the bit?"""
         self.max_num_seqs = max_num_seqs
         trained = checkpoint.settings.block_size if checkpoint.settings else 1
         self.block_size = max(1, trained if block_size is None else block_size)
@@ -235,15 +237,19 @@ class Engine:
         started, waited, moved = time.perf_counter(), 0.0, list[Sequence]()
         while (schedule := self.scheduler.schedule(len(self._in_flight))) is None:
             waited += self._process_output(moved)
-        self._run(schedule)
+        waited += self._run(schedule)
         while len(self._in_flight) > (self._async_steps if schedule.decode else 0):
             waited += self._process_output(moved)
-        self._host_seconds = min(time.perf_counter() - started - waited, self._host_seconds * 1.05)
+        if not schedule.prefill:
+            self._host_seconds = min(time.perf_counter() - started - waited, self._host_seconds * 1.05)
         self._start_masks(*self.scheduler.running)
         return moved + self._take_failed()
 
-    def _run(self, schedule: Schedule) -> None:
-        """Dispatch a step to the device, which need not have finished the one before."""
+    def _run(self, schedule: Schedule) -> float:
+        """Dispatch a step to the device, which need not have finished the one before.
+
+        Returns the seconds that its forward took, if it was waited for.
+        """
         if schedule.page_updates:
             self._state.set_pages(schedule.page_updates)
         if schedule.prefill:
@@ -251,17 +257,17 @@ class Engine:
         self._begin(schedule.begin)
         sequences = self._take_masks(schedule.decode)
         if not sequences:
-            return
+            return 0.0
         batch = [(each, each.admissions, each.dial) for each in sequences]
         inputs = self._step_inputs(batch)
+        host_seconds = self._host_seconds if self._host_seconds < math.inf else 0.0
         if isinstance(self.policy, RaggedPolicy):
-            windows = self.policy.windows(sequences)
+            windows = self.policy.windows(sequences, host_seconds)
             window = reduce(or_, windows)
             self._limit_drafts(sequences, windows)
             inputs = inputs.feeding(windows)
         else:
-            ahead = self._async_steps and self._host_seconds < math.inf
-            chosen = self.policy.choose(sequences, self._host_seconds if ahead else 0.0)
+            chosen = self.policy.choose(sequences, host_seconds if self._async_steps else 0.0)
             window = self._runner.fitting(len(sequences), chosen)
             windows = [window] * len(sequences)
         longest = max(each.cursor for each in sequences) + len(self._in_flight) * self.block_size + window.width
@@ -276,6 +282,7 @@ class Engine:
             sequence.trusts_masks = sequence.dial.kind == "threshold"
         self.num_steps += 1
         self.num_fed += sum(each.width for each in windows)
+        return seconds or 0.0
 
     def _limit_drafts(self, sequences: SequenceOf[Sequence], windows: SequenceOf[Window]) -> None:
         """Drop drafts that are not worth their verification."""

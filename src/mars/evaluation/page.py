@@ -14,7 +14,7 @@ from mars.evaluation.results import Origin
 
 class Cell(NamedTuple):
     text: str = "–"
-    error: str = ""
+    interval: str = ""
     notes: Sequence[str] = ()
     is_significant: bool = False
 
@@ -55,10 +55,19 @@ class Section(NamedTuple):
     pictures: Sequence[Picture] = ()
     answers: Sequence[Answers] = ()
 
+    @property
+    def contents(self) -> str:
+        """What is in it: ``2 charts, 1 table``; nothing if it is empty."""
+        parts = {"chart": self.pictures, "table": self.tables, "example": self.answers}
+        return ", ".join(count(len(found), name) for name, found in parts.items() if found)
+
 
 class Page(NamedTuple):
+    title: str
     facts: str
-    summary: Sequence[str]
+    verdict: Sequence[str]
+    chart: Picture | None
+    findings: Sequence[str]
     sections: Sequence[Section]
     origins: Sequence[Origin]
 
@@ -69,7 +78,8 @@ def count(number: int, name: str) -> str:
 
 def render(page: Page, plot_folder: Path) -> dict[str, str]:
     """The texts of both files by their names; the plots are drawn into a folder, and stand in the HTML as SVG."""
-    drawn = {each.name: _draw(each, plot_folder) for section in page.sections for each in section.pictures}
+    pictures = [*filter(None, [page.chart]), *(each for section in page.sections for each in section.pictures)]
+    drawn = {each.name: _draw(each, plot_folder) for each in pictures}
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=jinja2.select_autoescape(["html"]),

@@ -82,11 +82,9 @@ def make_plan(*, dials: str, batch_sizes: str, peers: str | None, by_category: b
     """Read and check the options, of which lists have commas between their items. Makes the folder of ``out``."""
     check_counts({"--max-new-tokens": options["max_new_tokens"], "--min-requests": options["min_requests"]})
     wanted = list_of("--dials", dials)
-    sizes = list_of("--batch-sizes", batch_sizes)
+    sizes = sizes_of("--batch-sizes", batch_sizes)
     others = [] if peers is None else list_of("--peers", peers)
     check_dials(options["engine"], wanted)
-    if wrong := [size for size in sizes if not size.isdecimal() or int(size) < 1]:
-        raise MarsError(f"--batch-sizes must be whole numbers of 1 or more, not {wrong[0]!r}")
     for peer in others:
         check_peer(peer)
     out = options["out"]
@@ -98,7 +96,7 @@ def make_plan(*, dials: str, batch_sizes: str, peers: str | None, by_category: b
         raise MarsError(f"the folder {out.parent} cannot be made: {error.strerror}") from None
     return Plan(
         dials=list(dict.fromkeys(["one-token", *wanted])),
-        batch_sizes=sorted({int(size) for size in sizes}),
+        batch_sizes=sizes,
         peers=others,
         questions=_questions(options["prompts"], by_category),
         **options,
@@ -162,6 +160,14 @@ def _read(path: Path) -> list[tuple[str | None, Prompt]]:
     if bad:
         warn(f"skipped {len(bad)} rows, the first: {bad[0]}")
     return [(row.category, row.messages[0]["content"] if len(row.messages) == 1 else row.messages) for row in rows]
+
+
+def sizes_of(option: str, text: str) -> list[int]:
+    """Numbers of requests between the commas, the smallest first."""
+    sizes = list_of(option, text)
+    if wrong := [size for size in sizes if not size.isdecimal() or int(size) < 1]:
+        raise MarsError(f"{option} must be whole numbers of 1 or more, not {wrong[0]!r}")
+    return sorted({int(size) for size in sizes})
 
 
 def list_of(option: str, text: str) -> list[str]:

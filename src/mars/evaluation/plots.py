@@ -66,7 +66,8 @@ def save(plot: Plot, path: Path, theme: str = "light") -> list[Path]:
         plot(axes)
         labels = axes.get_legend_handles_labels()[1]
         columns = 2 if max(map(len, labels), default=0) > 18 else 4 if len(labels) == 4 else 3
-        figure.legend(loc="outside lower center", ncols=columns)
+        if labels:
+            figure.legend(loc="outside lower center", ncols=columns)
         figure.savefig(svg, transparent=True, metadata={"Date": None})
         figure.savefig(png, dpi=150)
     return [svg, png]
@@ -104,10 +105,14 @@ def frontier(points: Sequence[Point], unit: str, axes: Any) -> None:
 
 
 def speed(rows: Sequence[Row], axes: Any) -> None:
-    """Tokens per second over batch sizes: a line for every dial and peer."""
+    """Tokens per second over batch sizes: a line for every dial and peer; bars if there is one batch size only."""
     from matplotlib.ticker import LogLocator
 
-    for name, style in _styles(map(title, rows)).items():
+    styles = _styles(map(title, rows))
+    if len({row["batch_size"] for row in rows}) == 1:
+        _speed_bars(rows, styles, axes)
+        return
+    for name, style in styles.items():
         mine = sorted((row["batch_size"], row["tokens_per_second"]) for row in rows if title(row) == name)
         axes.plot(*zip(*mine, strict=True), **style, linestyle="-" if _kind(name) in KINDS else "--", label=name)
     sizes = sorted({int(row["batch_size"]) for row in rows})
@@ -116,6 +121,18 @@ def speed(rows: Sequence[Row], axes: Any) -> None:
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:,g}")
+
+
+def _speed_bars(rows: Sequence[Row], styles: dict[str, dict[str, str]], axes: Any) -> None:
+    colours = [styles[title(row)]["color"] for row in rows]
+    bars = axes.barh([title(row) for row in rows], [row["tokens_per_second"] for row in rows], 0.6, color=colours)
+    axes.bar_label(bars, fmt="{:,.0f}", padding=4)
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.margins(x=0.15)
+    axes.set(xlabel=f"tokens per second, requests at once: {rows[0]['batch_size']}")
+    axes.xaxis.set_major_formatter("{x:,g}")
+    axes.figure.set_figheight(1.2 + 0.4 * len(rows))
 
 
 def cost(rows: Sequence[Row], axes: Any) -> None:

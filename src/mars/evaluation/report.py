@@ -13,11 +13,11 @@ from mars.evaluation.page import Answers, Cell, Line, Page, Picture, Section, Ta
 from mars.evaluation.results import PLAIN, Bench, Checkpoint, Difference, Example, Score, Sources, read_all
 
 EXACT = "exact"
-FRONTIER_DIALS = 3  # fewest dials for a plot of accuracy against speed
+FRONTIER_DIALS = 2  # fewest dials for a plot of accuracy against speed
 EXAMPLE_DIALS = 3  # most dials whose answers are shown beside each other
 SIGNIFICANT = 0.05
 TEST = (
-    "Below it the 95 % interval, items that are better and worse, and p of the exact McNemar test; "
+    "In brackets the 95 % interval; below it, items that are better and worse, and p of the exact McNemar test; "
     f"bold: p < {SIGNIFICANT}."
 )
 
@@ -27,8 +27,13 @@ def report(paths: Sequence[Path], out: Path) -> list[Path]:
     sources = read_all(paths)
     sections = [_accuracy(sources), _by_dial(sources), _frontiers(sources), _speed(sources), _categories(sources)]
     sections.append(_examples(sources))
-    shown = [section for section in sections if section.tables or section.pictures or section.answers]
-    page = Page(_facts(sources), list(_summary(sources)), shown, sources.origins)
+    chart = _chart(sections)
+    rest = [each._replace(pictures=[picture for picture in each.pictures if picture is not chart]) for each in sections]
+    shown = [section for section in rest if section.contents]
+    title = f"MARS report: {_and(_models(sources))}"
+    findings = list(_findings(sources))
+    verdict = list(_verdict(sources)) or findings[:1]
+    page = Page(title, _facts(sources), verdict, chart, findings, shown, sources.origins)
     folder = out / "plots"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -40,6 +45,12 @@ def report(paths: Sequence[Path], out: Path) -> list[Path]:
     return list(pages)
 
 
+def _chart(sections: Sequence[Section]) -> Picture | None:
+    """The picture that a report opens with: speed by batch size, or else the first of accuracy against speed."""
+    pictures = [picture for section in sections for picture in section.pictures]
+    return next((each for each in pictures if each.name.startswith("speed-")), next(iter(pictures), None))
+
+
 def _accuracy(sources: Sources) -> Section:
     """Checkpoints beside each other, one token per forward."""
     checkpoints = [each for each in sources.checkpoints if PLAIN in each.found.plan.dials]
@@ -47,7 +58,7 @@ def _accuracy(sources: Sources) -> Section:
     head = _head(tasks, checkpoints) + [Cell("Average")] * sources.has_averages
     if checkpoints:
         lines = [Line(each.label, _scores(sources, tasks, each, PLAIN), each.tags(dial=PLAIN)) for each in checkpoints]
-        tables.append(Table("Accuracy", "Score in percent ± half of its 95 % interval.", head, lines))
+        tables.append(Table("Accuracy", "Score in percent, with its 95 % interval in brackets.", head, lines))
     if len(checkpoints) > 1:
         first, *others = checkpoints
         lines = [
@@ -70,7 +81,7 @@ def _by_dial(sources: Sources) -> Section:
         head = _head(tasks, [each]) + [Cell("Average")] * (sources.has_averages and tasks == sources.tasks)
         cuts = _span({round(100 * row.cut) for row in each.found.rows})
         caption = (
-            "Score in percent ± half of its 95 % interval; below it, tokens per forward. "
+            "Score in percent, with its 95 % interval in brackets; below it, tokens per forward. "
             f"{cuts} % of a cell's answers hit the limit of {each.found.plan.max_new_tokens} tokens."
         )
         scores = {dial: _scores(sources, tasks, each, dial, with_speed=True) for dial in dials}
@@ -105,7 +116,8 @@ def _scores(
             cells.append(Cell())
             continue
         speed = [f"{score.tokens_per_forward:.2f} tok/fwd"] if with_speed else []
-        cells.append(Cell(f"{100 * score.score:.1f}", f"± {50 * (score.high - score.low):.1f}", speed))
+        low, high = (f"{100 * each:.1f}" for each in (score.low, score.high))
+        cells.append(Cell(f"{100 * score.score:.1f}", f"({low} to {high})", speed))
     return cells
 
 
@@ -126,8 +138,8 @@ def _against(checkpoint: Checkpoint, task: str, dial: str) -> Cell:
 def _difference(outcome: Difference, note: str) -> Cell:
     mean, low, high = (_signed(100 * each) for each in (outcome.difference, outcome.low, outcome.high))
     p = "p < 0.001" if outcome.p < 0.001 else f"p = {outcome.p:.3f}"
-    notes = [f"{low} to {high}", f"{outcome.better} better, {outcome.worse} worse", f"{p}, {note}"]
-    return Cell(mean, notes=notes, is_significant=outcome.p < SIGNIFICANT)
+    notes = [f"{outcome.better} better, {outcome.worse} worse", f"{p}, {note}"]
+    return Cell(mean, f"({low} to {high})", notes, outcome.p < SIGNIFICANT)
 
 
 def _signed(number: float) -> str:
@@ -259,8 +271,60 @@ def _facts(sources: Sources) -> str:
     return " · ".join([*counted, *machines, *dict.fromkeys(days[:1] + days[-1:])])
 
 
-def _summary(sources: Sources) -> Iterator[str]:
-    """The sentences at the top of the page."""
+def _models(sources: Sources) -> list[str]:
+    names = [each.found.plan.name for each in sources.checkpoints] + [bench.model for _, bench in sources.benches]
+    return list(dict.fromkeys(names))
+
+
+def _verdict(sources: Sources) -> Iterator[str]:
+    """Does a dial write what one-token writes, and is it faster? A sentence for each, if the sources have it."""
+    is_one = len(_models(sources)) == 1  # else each sentence names its own
+    for each in sources.checkpoints:
+        if (dial := _judged(each.found.plan.dials)) and each.found.plan.dials[0] == PLAIN:
+            yield _same_answers(each, dial) + ("." if is_one else f" ({each.label}).")
+            break
+    for _, bench in sources.benches:
+        whole = [row for row in bench.rows if row.category is None and not row.peer]
+        if dial := _judged([row.name for row in whole]):
+            yield _how_fast(bench, dial) + ("." if is_one else f" ({bench.model}).")
+            break
+
+
+def _judged(dials: Sequence[str]) -> str | None:
+    """The dial that a verdict is about: ``exact``, or else the first that is not one-token."""
+    return EXACT if EXACT in dials else next((dial for dial in dials if dial != PLAIN), None)
+
+
+def _same_answers(checkpoint: Checkpoint, dial: str) -> str:
+    rows = [row for row in checkpoint.found.rows if row.dial == dial]
+    items, same = sum(row.items for row in rows), sum(round(row.same_text * row.items) for row in rows)
+    speed = sum(row.tokens_per_forward for row in rows) / len(rows)
+    said = f"{dial} writes the same answers as one-token on {same:,} of {count(items, 'item')}"
+    if same < items:
+        compared = [row.against for row in rows if row.against]
+        better, worse = sum(each.better for each in compared), sum(each.worse for each in compared)
+        said += f", scores higher on {better:,} and lower on {worse:,}"
+    return f"{said}, at {speed:.2f} tokens per forward"
+
+
+def _how_fast(bench: Bench, dial: str) -> str:
+    """At the smallest and the largest batch size; the fastest peer at the smallest."""
+    whole = [row for row in bench.rows if row.category is None]
+    ratios = {row.batch_size: row.ratio_to_one_token for row in whole if row.name == dial}
+    ends = [(size, ratios[size]) for size in sorted({min(ratios), max(ratios)})]
+    times = [
+        f"{ratio:.2f} times as fast{' (slower)' * (ratio < 0.995)} at {count(size, 'request')}" for size, ratio in ends
+    ]
+    said = f"Compared with one-token on {bench.provenance.machine}, {dial} is {_and(times)}"
+    if peers := [row for row in whole if row.peer and row.batch_size == min(ratios)]:
+        best = max(peers, key=lambda row: row.tokens_per_second)
+        who = f"the fastest peer at {count(best.batch_size, 'request')}, {best.name},"
+        said += f"; {who} is {best.ratio_to_one_token:.2f} times as fast"
+    return said
+
+
+def _findings(sources: Sources) -> Iterator[str]:
+    """All that can be said in sentences."""
     whole = {each.label: {score.dial: score for score in each.scores()} for each in sources.checkpoints}
     plain = [f"{_percent(scores[PLAIN])} for {label}" for label, scores in whole.items() if PLAIN in scores]
     if plain:
@@ -303,7 +367,8 @@ def _speed_summary(bench: Bench) -> Iterator[str]:
             best = max(peers, key=lambda row: row.tokens_per_second).name
             rates = [_rate(whole[best, size].tokens_per_second) for size in ends if (best, size) in whole]
             said += f"; the fastest peer, {best}, writes {_and(rates)}"
-        yield f"{where}, {_and([f'{size:,}' for size in ends])} requests at once: {said}."
+        sizes_told = _and([*(f"{size:,}" for size in ends[:-1]), count(ends[-1], "request")])
+        yield f"{where}, {sizes_told} at once: {said}."
     kinds = [row for row in bench.rows if row.category and (row.name, row.batch_size) == (EXACT, ends[0])]
     if kinds:
         kinds.sort(key=lambda row: row.ratio_to_one_token)

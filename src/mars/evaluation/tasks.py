@@ -267,9 +267,7 @@ def _prepare_ifeval() -> None:
     try:
         nltk.data.find("tokenizers/punkt_tab")
     except LookupError:
-        with redirect_stderr(io.StringIO()):
-            there = nltk.download("punkt_tab", quiet=True)
-        if there:
+        if nltk.download("punkt_tab", quiet=True, print_error_to=io.StringIO()):
             return
         print("IFEval: nltk's punkt_tab cannot be downloaded; sentences are split without it", file=sys.stderr)
         folder = cache_home() / "nltk_data"

@@ -82,9 +82,8 @@ def _from_hub(name: str, file: str, revision: str | None) -> Path | None:
 def read_adapter(files: AdapterFiles, model: PreTrainedModel) -> GatedAdapter:
     """The adapter, attached to its base model; raises if it belongs to another one."""
     stored = read_weights(files)
-    names = files.config["layers"]
-    sizes = layer_sizes(model)
-    _refuse_other_base(files, model, stored, names, sizes)
+    refuse_other_base(files, model, stored)
+    names, sizes = files.config["layers"], layer_sizes(model)
     embedding = model.get_input_embeddings().weight
     rank, markov = files.config["rank"], files.config["markov_rank"]
     chosen = {name: sizes[name] for name in names}
@@ -109,10 +108,9 @@ def read_weights(files: AdapterFiles) -> dict[str, Tensor]:
         raise MarsError(f"{files.weights} is damaged: {error}") from None
 
 
-def _refuse_other_base(
-    files: AdapterFiles, model: PreTrainedModel, stored: dict[str, Tensor], names: list[str], sizes: dict[str, Any]
-) -> None:
-    wrong = files.belongs
+def refuse_other_base(files: AdapterFiles, model: PreTrainedModel, stored: dict[str, Tensor]) -> None:
+    """Raise if the adapter was made for a model with other layers, other tokens or other weights."""
+    wrong, names, sizes = files.belongs, files.config["layers"], layer_sizes(model)
     missing = [name for name in names if name not in sizes]
     if missing:
         raise MarsError(f"{wrong}: this one has no linear layer {missing[0]}")

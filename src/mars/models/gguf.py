@@ -1,5 +1,7 @@
 """Loading of GGUF files: weights are dequantised, the tokenizer is read from the same file."""
 
+import io
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import torch
@@ -12,9 +14,10 @@ from mars.models.support import refuse_gaps
 def load_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load model and tokenizer, without the marks of quantised weights."""
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=dtype, output_loading_info=True
-        )
+        with redirect_stderr(io.StringIO()):  # it shows a progress bar that cannot be turned off
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path.parent, gguf_file=path.name, dtype=dtype, output_loading_info=True
+            )
         refuse_gaps(report)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:  # damaged files raise anything from KeyError to numpy's own errors

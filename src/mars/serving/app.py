@@ -94,7 +94,8 @@ def _completions(service: Service) -> APIRouter:
 
     def entry() -> dict[str, Any]:
         about = {"id": service.name, "object": "model", "created": 0, "owned_by": "mars"}
-        return about | {"max_model_len": service.model.context}
+        model = service.model
+        return about | {"max_model_len": model.context, "batch_invariant": model.is_batch_invariant}
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -114,6 +114,7 @@ class EngineProcess:
             min(checkpoint.context or longest, longest),
             checkpoint.vocabulary,
             checkpoint.settings,
+            self._engine.is_batch_invariant,
         )
         gc.collect()
         gc.freeze()  # all this stays: a collection that looks through it takes a quarter of a second

@@ -55,6 +55,7 @@ class EngineReady:
     context: int  # tokens of a prompt and its answer together: what the model holds, and the engine's cache
     vocabulary: int
     settings: Settings | None
+    is_batch_invariant: bool  # the engine's; see there
 
     @property
     def block_size(self) -> int:

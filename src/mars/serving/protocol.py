@@ -46,7 +46,7 @@ class Strict(BaseModel):
 class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool = False  # of no effect
-    include_forwards: bool = False  # ours: how many tokens and characters each forward wrote
+    include_forwards: bool = False  # ours: what each forward wrote, and the figures so far
 
 
 def _token(key: Any) -> int:

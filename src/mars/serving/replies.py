@@ -74,7 +74,7 @@ class Reply:
         return self._chunk(index, {"delta": delta}, {}) if self.is_chat else None
 
     def text(self, index: int, sent: int, stream: RequestStream, *, by_forward: bool) -> dict[str, Any] | None:
-        """What came after the first ``sent`` forwards; ``mars.forwards`` has tokens and characters of each.
+        """What came after the first ``sent`` forwards; ``mars`` has tokens and characters of each, and figures so far.
 
         None while all of it is held back, since it may become a call.
         """
@@ -84,7 +84,7 @@ class Reply:
         chunk["choices"][0]["logprobs"] = self._logprobs(stream, stream.output.num_tokens - sum(steps))
         if by_forward:
             sizes = [[tokens, len(piece)] for tokens, piece in zip(steps, pieces, strict=True)]
-            chunk["mars"] = {"forwards": sizes}
+            chunk["mars"] = figures([stream.output]) | {"forwards": sizes}
         choice = chunk["choices"][0]
         is_empty = choice.get("delta") == {} and choice["logprobs"] is None and not by_forward
         return None if is_empty else chunk

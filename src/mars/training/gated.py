@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from mars.errors import MarsError
-from mars.models.adapter_files import dequantised, find_adapter
+from mars.models.adapter_files import dequantised, find_adapter, read_weights, refuse_other_base
 from mars.models.gated import GatedAdapter, layer_sizes
 from mars.training.recipe import Recipe
 
@@ -32,13 +32,14 @@ def gated_adapter(recipe: Recipe, model: PreTrainedModel) -> GatedAdapter:
     return adapter
 
 
-def restore(adapter: GatedAdapter, folder: Path) -> None:
-    """Load the weights of a finished stage, or of a published adapter."""
+def restore(adapter: GatedAdapter, model: PreTrainedModel, folder: Path) -> None:
+    """Load the weights of a finished stage, or of a published adapter of this model."""
     try:
         if (folder / TRAINED).is_file():
             weights = load_file(folder / TRAINED)
         elif (files := find_adapter(str(folder))) is not None:
-            stored = load_file(files.weights)
+            stored = read_weights(files)
+            refuse_other_base(files, model, stored)
             weights = {name: dequantised(stored, name) for name in adapter.state_dict()}
             weights = {name: each / adapter.scale if name.endswith(".b") else each for name, each in weights.items()}
         else:

@@ -198,7 +198,7 @@ def _restore(model: TrainingModel, finished: Path) -> None:
     """Load the weights of a finished stage, or of an adapter, into the model."""
     module = model.module
     if model.adapter is not None:
-        restore(model.adapter, finished)
+        restore(model.adapter, model.language_model, finished)
     elif hasattr(module, "peft_config"):
         from peft import set_peft_model_state_dict
 

@@ -2,6 +2,7 @@
 
 import shutil
 from collections import defaultdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ def arguments(recipe: Recipe, stage: Stage, folder: Path, rows: int) -> Training
     options = {name: _number(value) for name, value in (defaults | recipe.trainer | stage.trainer).items()}
     _refuse(options)
     if torch.cuda.is_available():
-        options = {"bf16": True, "dataloader_num_workers": 4, "dataloader_pin_memory": True} | options
+        options = {"bf16": True, "dataloader_num_workers": 4} | options
+    options = {"dataloader_pin_memory": torch.cuda.is_available()} | _renamed(options)
     try:
         made = TrainingArguments(output_dir=str(folder), seed=recipe.seed, **OURS | options)
     except (TypeError, ValueError) as error:
@@ -79,6 +81,13 @@ def _number(value: Any) -> Any:
         return float(value) if isinstance(value, str) else value
     except ValueError:
         return value
+
+
+def _renamed(options: dict[str, Any]) -> dict[str, Any]:
+    """``gradient_checkpointing…`` by the newer name where the installed transformers has it: it warns about the old."""
+    known = {each.name for each in fields(TrainingArguments)}
+    renamed = {name: name.replace("gradient_checkpointing", "activation_checkpointing") for name in options}
+    return {renamed[name] if renamed[name] in known else name: value for name, value in options.items()}
 
 
 def _refuse(options: dict[str, Any]) -> None:

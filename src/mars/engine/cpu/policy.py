@@ -184,10 +184,15 @@ class RaggedPolicy(WindowPolicy):
         self._speed = 1.0  # tokens per second lately, in terms of single tokens
         self._pause = 0  # steps left without masks
         self._rest = 0  # … of single tokens
+        self._host = 0.0  # seconds of a step besides its forward
+        self._has_choice = True  # in the last step: did any sequence take any window?
 
-    def windows(self, sequences: SequenceOf[Sequence]) -> list[Window]:
+    def windows(self, sequences: SequenceOf[Sequence], host_seconds: float = 0.0) -> list[Window]:
+        """``host_seconds``: what a step takes besides its forward, whatever is fed."""
+        self._host = host_seconds
         needed = [self._fixed(each) for each in sequences]
-        if None not in needed:
+        self._has_choice = None in needed
+        if not self._has_choice:
             return [each or Window() for each in needed]
         if self._rest and not any(each.drafts for each in sequences):
             self._rest -= 1
@@ -195,7 +200,7 @@ class RaggedPolicy(WindowPolicy):
         self.seconds.measure(len(sequences))
         if self.seconds.unseen >= PROBE * (2 if any(each.drafts for each in sequences) else 1):
             return [each or Window() for each in needed]
-        rate = max(self._speed, 1.0) * len(sequences) / self.seconds(len(sequences))
+        rate = max(self._speed, 1.0) * len(sequences) / (self.seconds(len(sequences)) + self._host)
         """Tokens per second that the time of this step would bring otherwise"""
         least = sum(1 if each is None else each.width for each in needed)
         price = rate * self.seconds.slope(least)
@@ -307,8 +312,8 @@ class RaggedPolicy(WindowPolicy):
             return
         fed, masks = sum(each.width for each in windows), sum(each.all_masks for each in windows)
         self.seconds.observe(fed, masks, seconds)
-        if fed > len(windows):
-            speed = tokens / seconds * self.seconds(len(windows)) / len(windows)
+        if self._has_choice and fed > len(windows):
+            speed = tokens / (seconds + self._host) * (self.seconds(len(windows)) + self._host) / len(windows)
             self._speed += NEWEST / 2 * (min(speed, MOST_CHANGE) - self._speed)
         self._pause = max(self._pause - 1, 0)
         if self._speed < TOO_SLOW:

@@ -1,417 +1,159 @@
-const STOPS = [
-  "one-token", "exact", "relaxed=0.7", "relaxed=0.5", "relaxed=0.3", "relaxed=0.1",
-  "threshold=0.95", "threshold=0.9", "threshold=0.8", "threshold=0.7",
-];
-const LAST_LOSSLESS = STOPS.indexOf("exact");
-const DEBOUNCE_MS = 200;
-const FOLLOW_MS = 3000;
-const KEY = "mars-key";
-const CUT_OFF = "The connection broke off before the answer was finished.";
-const TINTS = 4;
+// The page: chats, the composer, settings, the welcome.
 
-const $ = (id) => document.getElementById(id);
-const copyOf = (template) => $(template).content.firstElementChild.cloneNode(true);
-const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+import { Answer, AnswerView, showForwards } from "./answer.js";
+import { currentDial, keepFollowing, setUpDial } from "./dial.js";
+import { $, copyOf, make, say } from "./dom.js";
+import { chats, forgetAll, keep, read, write } from "./history.js";
+import { RaceView } from "./race.js";
+import { inWords, modelName } from "./server.js";
 
-/** Set a text that a screen reader speaks, and do not make it speak twice. */
-function say(id, text) {
-  if ($(id).textContent !== text) $(id).textContent = text;
-}
+const OPEN_CHAT = "mars-open-chat";
+const SETTINGS = "mars-settings";
+const COPIED_MS = 1500;
 
-// ---- Talking to the server ------------------------------------------------------------------------------------------
-
-/** Something went wrong, in words that can be shown. */
-class Trouble extends Error {}
-
-function inWords(error) {
-  if (error.name === "AbortError") return "Stopped.";
-  return error instanceof Trouble ? error.message : `Something unexpected happened: ${error.message}`;
-}
-
-function orTrouble(message) {
-  return (error) => { throw error.name === "AbortError" ? error : new Trouble(message); };
-}
-
-/** Fetch, and ask for a key when the server wants one; a quiet request does not ask. */
-async function request(path, { body, quiet = false, onSend = () => {}, ...options } = {}) {
-  for (;;) {
-    const key = sessionStorage.getItem(KEY);
-    const headers = { ...(body && { "Content-Type": "application/json" }), ...(key && { Authorization: `Bearer ${key}` }) };
-    onSend();
-    const response = await fetch(path, { cache: "no-store", ...options, headers, body: body && JSON.stringify(body) })
-      .catch(orTrouble("The server cannot be reached."));
-    if (response.ok) return response;
-    // Another request may have got a new key while this one was under way.
-    const retry = response.status === 401 && !quiet && (sessionStorage.getItem(KEY) !== key || await askForKey(key));
-    if (!retry) throw await refusal(response);
-  }
-}
-
-async function refusal(response) {
-  const { message: said, param } = (await response.json().catch(() => null))?.error ?? {};
-  const wait = Number.parseInt(response.headers.get("Retry-After"), 10);
-  if (response.status === 401) return new Trouble("A key is needed for this.");
-  if (response.status === 429) {
-    return new Trouble(`The server is busy. Please try again in ${wait ? plural(wait, "second") : "a moment"}.`);
-  }
-  if (response.status >= 500) return new Trouble(`The server has a problem: ${said ?? `status ${response.status}`}`);
-  return Object.assign(new Trouble(`The server refused: ${said ?? `status ${response.status}`}`), { param });
-}
-
-const fetchJson = async (path, options) => (await request(path, options)).json();
-
-let keyAsked = null;
-
-function askForKey(refused) {
-  keyAsked ??= new Promise((resolve) => {
-    const dialog = $("key-dialog");
-    $("key-hint").textContent = `${refused ? "Your key was not accepted for this. " : ""}It is forgotten when you close this tab.`;
-    $("key").value = dialog.returnValue = "";
-    dialog.showModal();
-    dialog.addEventListener("close", () => {
-      const given = dialog.returnValue === "use";
-      if (given) sessionStorage.setItem(KEY, $("key").value.trim());
-      keyAsked = null;
-      resolve(given);
-      followServer(); // the dial may have waited for the key as well
-    }, { once: true });
-  });
-  return keyAsked;
-}
-
-/** The JSON of every server-sent event up to `[DONE]`. */
-async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  for (let pending = ""; ;) {
-    const { value, done } = await reader.read().catch(orTrouble(CUT_OFF));
-    if (done) return;
-    const lines = (pending + value).split(/\r?\n/);
-    pending = lines.pop();
-    for (const line of lines.filter((each) => each.startsWith("data:"))) {
-      const data = line.slice("data:".length).trim();
-      if (data === "[DONE]") return;
-      yield JSON.parse(data);
-    }
-  }
-}
-
-async function model(signal) {
-  const { data: [{ id }] } = await fetchJson("v1/models", { signal });
-  $("model").textContent = id;
-  return id;
-}
-
-// ---- The dial -------------------------------------------------------------------------------------------------------
-
-let server = null; // what GET /v1/dial said last
-let wanted = null; // where the slider was put, until the server has heard of it
-let refused = ""; // why the server did not take the last turn
-let turns = 0; // tells an answer about the dial that was asked for before the last turn
-let debounce;
-let turning = Promise.resolve();
-
-const currentDial = () => wanted ?? server?.dial;
-const nameOf = (dial) => dial.split("=")[0];
-const kindOf = (dial) => nameOf(dial).split(":")[0];
-const valueOf = (dial) => Number(dial.split("=")[1]);
-
-/** Orders all dials as the slider does, also those that are not on it. */
-function looseness(dial) {
-  const value = valueOf(dial);
-  return { "one-token": 0, exact: 1, relaxed: 3 - value, threshold: 5 - value }[kindOf(dial)];
-}
-
-function nearestStop(dial) {
-  const distance = (stop) => Math.abs(looseness(stop) - looseness(dial));
-  return STOPS.indexOf(STOPS.reduce((best, stop) => (distance(stop) < distance(best) ? stop : best)));
-}
-
-/** The server's rule: a loose dial must be of the floor's kind, since kinds cannot be compared, and no looser. */
-function isAllowed(dial) {
-  if (!server.floor || STOPS.indexOf(dial) <= LAST_LOSSLESS) return true;
-  return nameOf(dial) === nameOf(server.floor) && valueOf(dial) >= valueOf(server.floor);
-}
-
-/** Past stops that are not allowed, go on in the direction of travel; where there are no more, come back. */
-function landing(target, start) {
-  const ahead = target < start ? STOPS.slice(0, target + 1).reverse() : STOPS.slice(target);
-  return ahead.find(isAllowed) ?? STOPS.findLast(isAllowed);
-}
-
-function explain(dial) {
-  const share = `${+(100 * valueOf(dial)).toPrecision(3)}%`;
-  return {
-    "one-token": "Writes one token per forward pass: the plain model, for comparison.",
-    exact: "Writes exactly what the model would have written one token at a time; only faster.",
-    relaxed: `Checks every guess, and keeps it if the model finds it at least ${share} as likely as its own first choice.`,
-    threshold: `Believes every guess that is at least ${share} sure, and checks none.`,
-  }[kindOf(dial)] ?? "";
-}
-
-function drawDial() {
-  const dial = currentDial();
-  const at = nearestStop(dial);
-  const stretch = at <= LAST_LOSSLESS ? "lossless" : "loose";
-  const atLimit = server.floor && dial === STOPS.findLast(isAllowed);
-  $("slider").disabled = false;
-  $("slider").value = at;
-  $("slider").setAttribute("aria-valuetext", `${dial}, ${stretch}${atLimit ? ", the loosest allowed" : ""}`);
-  $("dial").dataset.stretch = stretch;
-  $("dial-name").textContent = dial;
-  $("dial-meaning").textContent = explain(dial) + (server.auto ? " The server is turning the dial by itself." : "");
-  $("dial-limit").hidden = !server.floor;
-  $("dial-limit").textContent = `The operator allows nothing looser than ${server.floor}.`;
-  [...$("stops").children].forEach((stop, index) => stop.classList.toggle("closed", !isAllowed(STOPS[index])));
-}
-
-function turnDial() {
-  wanted = landing(Number($("slider").value), nearestStop(currentDial()));
-  refused = "";
-  turns += 1;
-  drawDial();
-  clearTimeout(debounce);
-  debounce = setTimeout(() => { turning = turning.then(tellServer); }, DEBOUNCE_MS);
-}
-
-async function tellServer() {
-  const telling = wanted;
-  if (telling === null) return;
-  try {
-    await request("v1/dial", { method: "PUT", body: { dial: telling } });
-    server.dial = telling;
-  } catch (error) {
-    refused = inWords(error);
-  }
-  if (wanted !== telling) return; // turned again meanwhile
-  wanted = null;
-  turns += 1;
-  await followServer();
-}
-
-/** Show the server's dial, which somebody else may have turned. */
-async function followServer() {
-  const before = turns;
-  try {
-    const said = await fetchJson("v1/dial", { quiet: true });
-    if (turns !== before) return;
-    server = said;
-    drawDial();
-    say("dial-trouble", refused);
-  } catch (error) {
-    say("dial-trouble", inWords(error));
-  }
-}
-
-async function keepFollowing() {
-  if (!document.hidden) await followServer();
-  setTimeout(keepFollowing, FOLLOW_MS);
-}
-
-// ---- Answers --------------------------------------------------------------------------------------------------------
-
-/** One answer on the page, and what is counted while it streams. */
-class Answer {
-  text = "";
-  tokens = 0;
-  forwards = 0;
-  agreement = null;
-  seconds = 0;
-  finished = false;
-  failed = false;
-
-  constructor(dial) {
-    this.dial = dial;
-    this.element = copyOf("answer-template");
-    this.part(".dial-used").textContent = dial ?? "MARS";
-  }
-
-  part(selector) { return this.element.querySelector(selector); }
-
-  get rate() { return this.tokens / this.seconds; }
-
-  get perForward() { return this.tokens / this.forwards; }
-
-  async stream(body, signal) {
-    try {
-      const onSend = () => { this.started = performance.now(); };
-      const full = { model: await model(signal), ...body };
-      const post = (fields) => request("v1/chat/completions", { method: "POST", body: fields, signal, onSend });
-      const response = await post(full).catch((error) => {
-        if (error.param !== "max_tokens" || !$("max-tokens").validity.valid) throw error;
-        $("max-tokens").value = ""; // the operator allows less: then as much as that
-        return post({ ...full, max_tokens: undefined });
-      });
-      for await (const event of events(response)) this.take(event);
-      if (!this.finished) throw new Trouble(CUT_OFF);
-    } catch (error) {
-      this.failed = error.name !== "AbortError";
-      this.part(".trouble").textContent = inWords(error);
-    }
-    this.element.setAttribute("aria-busy", "false");
-  }
-
-  take({ error, choices: [choice] = [], mars, usage }) {
-    if (error) throw new Trouble(`The server has a problem: ${error.message}`);
-    if (choice) {
-      this.seconds = (performance.now() - this.started) / 1000;
-      this.finished ||= Boolean(choice.finish_reason);
-      for (const [tokens, text] of forwardsIn(choice.delta?.content, mars)) this.addForward(text, tokens);
-    } else if (mars) {
-      this.addTotals(mars, usage);
-    }
-    this.drawFigures();
-    keepEndInView();
-  }
-
-  addForward(text, tokens) {
-    const span = document.createElement("span");
-    span.textContent = text;
-    span.dataset.tint = this.forwards % TINTS;
-    span.style.setProperty("--tokens", tokens);
-    this.text += text;
-    this.tokens += tokens;
-    this.forwards += 1;
-    span.dataset.label = `Forward ${this.forwards}: ${plural(tokens, "token")}`;
-    labelForward(span);
-    this.part(".text").append(span);
-  }
-
-  addTotals(mars, usage) {
-    this.tokens = usage?.completion_tokens ?? this.tokens;
-    this.forwards = mars.forwards ?? this.forwards;
-    this.agreement = mars.agreement;
-    if (mars.dial && mars.dial !== this.dial) {
-      this.part(".dial-used").textContent = this.dial ? `${this.dial}, then ${mars.dial}` : mars.dial;
-    }
-  }
-
-  drawFigures() {
-    if (!this.forwards) return;
-    const figures = {
-      rate: this.rate.toFixed(1),
-      perForward: this.perForward.toFixed(2),
-      agreement: this.agreement === null ? "–" : `${+(100 * this.agreement).toFixed(1)}%`,
-      forwards: this.forwards,
-    };
-    for (const [name, value] of Object.entries(figures)) this.part(`[data-figure=${name}]`).textContent = value;
-  }
-}
-
-/** [tokens, text] of each forward in a chunk; the server may have put several into one. */
-function forwardsIn(content, mars) {
-  if (!content) return [];
-  if (!mars?.forwards) return [[1, content]];
-  const characters = [...content]; // code points, as the server counts them
-  return mars.forwards.map(([tokens, length]) => [tokens, characters.splice(0, length).join("")]);
-}
-
-function labelForward(span) {
-  span.title = $("show-forwards").checked ? span.dataset.label : "";
-}
-
-function showForwards() {
-  document.body.classList.toggle("by-forward", $("show-forwards").checked);
-  document.querySelectorAll(".text span").forEach(labelForward);
-  if (chat.length) keepEndInView(); // the lines have moved apart
-}
-
-// ---- The race -------------------------------------------------------------------------------------------------------
-
-function verdict(plain, dialled) {
-  if (!plain.finished || !dialled.finished) return "No verdict: the race was not finished.";
-  return `${compareSpeed(dialled.rate / plain.rate)}, ${compareTexts(plain.text, dialled.text)}`;
-}
-
-function compareSpeed(ratio) {
-  if (ratio >= 1.05) return `${ratio.toFixed(1)}× faster`;
-  if (ratio <= 0.95) return `${(1 / ratio).toFixed(1)}× slower`;
-  return "Equally fast";
-}
-
-function compareTexts(one, other) {
-  if (one === other) return "same text";
-  const words = one.split(/\s+/);
-  const others = other.split(/\s+/);
-  const longer = words.length > others.length ? words : others;
-  const at = longer.findIndex((_, index) => words[index] !== others[index]);
-  return at < 0 ? "same words, spaced differently" : `but the texts differ from the ${ordinal(at + 1)} word on`;
-}
-
-function ordinal(number) {
-  const suffix = { one: "st", two: "nd", few: "rd", other: "th" };
-  return number + suffix[new Intl.PluralRules("en-GB", { type: "ordinal" }).select(number)];
-}
-
-// ---- The chat -------------------------------------------------------------------------------------------------------
-
-let chat = []; // the turns on the page: { element, question, answer }
+let chat = newChat(); // { id, turns: [{ prompt, model, answers }] }
 let stopper = null; // stops the answers that are being written
 let atEnd = true; // whether the page follows the text; scrolling up ends that
 let lastTop = 0;
 
-function messagesFor(question) {
-  const past = chat.filter(({ answer }) => answer.text).flatMap((turn) => [
-    { role: "user", content: turn.question },
-    { role: "assistant", content: turn.answer.text },
+// ---- Asking ---------------------------------------------------------------------------------------------------------
+
+function messagesFor(prompt) {
+  const system = $("system").value.trim();
+  const past = chat.turns.filter(({ answers }) => answers.at(-1).text).flatMap((turn) => [
+    { role: "user", content: turn.prompt },
+    { role: "assistant", content: turn.answers.at(-1).text },
   ]);
-  return [...past, { role: "user", content: question }];
+  return [...(system ? [{ role: "system", content: system }] : []), ...past, { role: "user", content: prompt }];
 }
 
 function settings() {
+  const seed = $("seed").valueAsNumber;
   return {
     max_tokens: $("max-tokens").valueAsNumber || undefined,
     temperature: $("temperature").valueAsNumber || 0,
+    seed: Number.isInteger(seed) ? seed : undefined,
     stream: true,
     stream_options: { include_usage: true, include_forwards: true },
   };
 }
 
 /** Without a dial of its own an answer obeys the server's, also when that is turned on the way. Racers keep theirs. */
-async function ask(question, racing) {
+async function ask(prompt, racing) {
   const dials = racing ? ["one-token", currentDial()] : [currentDial()];
-  const replies = dials.map((dial) => new Answer(dial));
-  const body = { messages: messagesFor(question), ...settings() };
-  const turn = openTurn(question, replies);
-  const mine = stopper = new AbortController();
+  const body = { messages: messagesFor(prompt), ...settings() };
+  const mine = chat;
+  const turn = { prompt, model: "", answers: dials.map((dial) => new Answer(dial)) };
+  mine.turns.push(turn);
+  document.querySelectorAll(".skip:not([hidden])").forEach((skip) => skip.click()); // a replay would take time from what is timed
+  const { element, view } = openTurn(turn);
+  const { signal } = stopper = new AbortController();
   drawComposer();
   say("announcement", "Writing…");
-  await Promise.all(replies.map((reply) => {
-    return reply.stream(racing ? { ...body, temperature: 0, dial: reply.dial } : body, mine.signal);
-  }));
-  if (stopper === mine) stopper = null;
-  if (turn.element.isConnected) closeTurn(turn, replies, racing); // first, or its new lines look like scrolling up
+  await view.record(body, signal);
+  turn.model = $("model").textContent;
+  keep(mine);
+  listChats();
+  if (stopper?.signal === signal) stopper = null;
+  if (element.isConnected) view.end(); // first, or its new lines look like scrolling up
   drawComposer();
 }
 
-/** A question's place on the page, with one answer or, in a race, two. The chat goes on from the last. */
-function openTurn(question, replies) {
-  const turn = { element: copyOf("turn-template"), question, answer: replies.at(-1) };
-  turn.element.classList.toggle("race", replies.length > 1);
-  turn.element.querySelector(".question").textContent = question;
-  turn.element.querySelector(".answers").append(...replies.map((reply) => reply.element));
-  $("log").append(turn.element);
-  chat.push(turn);
+/** A turn's place on the page, with one answer or, in a race, two. The chat goes on from the last. */
+function openTurn(turn) {
+  const element = copyOf("turn-template");
+  const part = (selector) => element.querySelector(selector);
+  const isRace = turn.answers.length > 1;
+  const answer = turn.answers.at(-1);
+  const view = new (isRace ? RaceView : AnswerView)(turn, { onGrow: keepEndInView, onEnd: close });
+  element.classList.toggle("race", isRace);
+  part(".question").textContent = turn.prompt;
+  part(".body").append(...view.elements);
+  $("log").append(element);
   atEnd = true;
   keepEndInView();
-  return turn;
+
+  function close() {
+    const failed = turn.answers.some((each) => each.failed);
+    element.classList.toggle("failed", failed);
+    part(".again").textContent = failed ? "Try again" : isRace ? "Race again" : "Regenerate";
+    part(".again").onclick = () => askAgain(turn, element);
+    part(".copy").onclick = () => copy(answer.text, part(".copy"));
+    part(".copy").hidden = !answer.text;
+    part(".actions").hidden = false;
+    say("announcement", part(".verdict")?.textContent ?? `${answer.text} ${answer.trouble}`);
+    keepEndInView();
+  }
+
+  return { element, view };
 }
 
-function closeTurn(turn, replies, racing) {
-  const outcome = turn.element.querySelector(".verdict");
-  const again = turn.element.querySelector(".again");
-  if (racing) outcome.textContent = verdict(...replies);
-  again.hidden = !replies.some(({ failed }) => failed);
-  again.onclick = () => askAgain(turn, racing);
-  say("announcement", outcome.textContent || `${turn.answer.text} ${turn.answer.part(".trouble").textContent}`);
-  keepEndInView();
-}
-
-function askAgain(turn, racing) {
+/** Ask a turn's question anew, at the end: only the last turn and those that failed have a button for it. */
+function askAgain(turn, element) {
   if (stopper) return;
-  turn.element.remove();
-  chat = chat.filter((each) => each !== turn);
-  ask(turn.question, racing);
+  element.remove();
+  chat.turns = chat.turns.filter((each) => each !== turn);
+  ask(turn.prompt, turn.answers.length > 1);
 }
+
+// ---- Chats ----------------------------------------------------------------------------------------------------------
+
+function newChat() { return { id: Date.now(), turns: [] }; }
+
+function openChat(opened) {
+  stopper?.abort();
+  document.querySelectorAll(".turn").forEach((turn) => turn.remove());
+  chat = opened;
+  sessionStorage.setItem(OPEN_CHAT, chat.id);
+  for (const turn of chat.turns) {
+    turn.answers = turn.answers.map(Answer.from);
+    openTurn(turn).view.finish();
+  }
+  say("announcement", "");
+  $("chats").hidePopover();
+  listChats();
+  $("question").focus();
+}
+
+function listChats() {
+  const entries = chats().map((each) => {
+    const open = make("button", "", each.turns[0].prompt);
+    open.type = "button";
+    open.ariaCurrent = String(each.id === chat.id);
+    open.onclick = () => openChat(each);
+    return make("li", "", open);
+  });
+  $("chat-list").replaceChildren(...entries);
+  $("no-chats").hidden = entries.length > 0;
+  $("forget").hidden = entries.length === 0;
+}
+
+function forget() {
+  chat.turns = []; // an answer under way shall not bring it back
+  forgetAll();
+  openChat(newChat());
+}
+
+// ---- The welcome ----------------------------------------------------------------------------------------------------
+
+/** A recorded race; without one the welcome is complete as well. */
+async function showRecordedRace() {
+  const response = await fetch("race.json", { cache: "no-store" }).catch(() => null);
+  if (!response?.ok) return;
+  const race = await response.json();
+  const turn = { ...race, answers: race.answers.map(Answer.from) };
+  const { machine, dtype, date } = race.provenance;
+  const view = new RaceView(turn);
+  const element = $("recorded");
+  element.querySelector(".question").textContent = race.prompt;
+  element.querySelector(".body").append(...view.elements);
+  element.querySelector(".provenance").textContent = `A recording: ${race.model}, ${dtype}, ${machine}, ${date.slice(0, 10)}. Race to see this machine's own; in int8, the default on a CPU, the gain is smaller.`;
+  element.hidden = false;
+  if (chat.turns.length) view.finish();
+  else view.end();
+}
+
+// ---- The composer ---------------------------------------------------------------------------------------------------
 
 function drawComposer() {
   const writing = stopper !== null;
@@ -438,13 +180,6 @@ function raceHindrance() {
   return "";
 }
 
-function startAnew() {
-  stopper?.abort();
-  chat = [];
-  document.querySelectorAll(".turn").forEach((turn) => turn.remove());
-  $("question").focus();
-}
-
 function noteScroll() {
   const { scrollHeight, clientHeight, scrollTop } = document.documentElement;
   if (scrollTop < lastTop) atEnd = false;
@@ -453,7 +188,7 @@ function noteScroll() {
 }
 
 function keepEndInView() {
-  requestAnimationFrame(() => atEnd && window.scrollTo(0, document.documentElement.scrollHeight));
+  requestAnimationFrame(() => atEnd && chat.turns.length && window.scrollTo(0, document.documentElement.scrollHeight));
 }
 
 function useExample({ target }) {
@@ -467,19 +202,57 @@ function sendOnEnter(event) {
   submit(false);
 }
 
-$("stops").append(...STOPS.map(() => document.createElement("i")));
-$("slider").addEventListener("input", turnDial);
-$("show-forwards").addEventListener("change", showForwards);
+async function copy(text, button) {
+  const label = button.textContent;
+  await (navigator.clipboard?.writeText(text) ?? Promise.reject()).catch(() => copyBySelection(text));
+  button.textContent = "Copied";
+  setTimeout(() => { button.textContent = label; }, COPIED_MS);
+}
+
+/** Where the page was not loaded over HTTPS or from this machine, browsers have no clipboard for it. */
+function copyBySelection(text) {
+  const field = document.body.appendChild(make("textarea", "unseen"));
+  field.value = text;
+  field.select();
+  document.execCommand("copy");
+  field.remove();
+}
+
+// ---- Settings -------------------------------------------------------------------------------------------------------
+
+const kept = () => [...document.querySelectorAll("[data-kept]")];
+
+function keepSettings() {
+  const values = kept().map((field) => [field.id, field.type === "checkbox" ? field.checked : field.value]);
+  write(SETTINGS, Object.fromEntries(values));
+}
+
+function restoreSettings() {
+  const values = read(SETTINGS) ?? {};
+  for (const field of kept().filter(({ id }) => id in values)) {
+    field[field.type === "checkbox" ? "checked" : "value"] = values[field.id];
+  }
+}
+
+setUpDial();
+restoreSettings();
+kept().forEach((field) => field.addEventListener("change", keepSettings));
+$("show-forwards").addEventListener("change", () => { showForwards(); keepEndInView(); });
 $("question").addEventListener("keydown", sendOnEnter);
 $("composer").addEventListener("submit", (event) => { event.preventDefault(); submit(false); });
 $("race").addEventListener("click", () => submit(true));
 $("stop").addEventListener("click", () => stopper?.abort());
-$("new-chat").addEventListener("click", startAnew);
+$("new-chat").addEventListener("click", () => openChat(newChat()));
+$("forget").addEventListener("click", forget);
 $("key-cancel").addEventListener("click", () => $("key-dialog").close());
+$("log").addEventListener("click", ({ target }) => {
+  if (target.matches(".copy-code")) copy(target.closest(".code").querySelector("code").textContent, target);
+});
 document.querySelectorAll(".example").forEach((example) => example.addEventListener("click", useExample));
-document.addEventListener("visibilitychange", () => { if (!document.hidden) followServer(); });
 document.addEventListener("scroll", noteScroll, { passive: true });
 
-showForwards(); // a reload may have kept the tick
-await model().catch((error) => { $("model").textContent = inWords(error); });
+showForwards();
+openChat(chats().find(({ id }) => String(id) === sessionStorage.getItem(OPEN_CHAT)) ?? chat);
+showRecordedRace();
+await modelName().catch((error) => { $("model").textContent = inWords(error); });
 keepFollowing();
