@@ -150,14 +150,21 @@ class Choices(Protocol):
     ``rows`` (sequences, n) say which logits, ``at`` (sequences, n) at which positions of the text the tokens stand.
     """
 
+    @property
+    def has_head(self) -> bool:
+        """Does a Markov head condition each mask on the token before it?"""
+        ...
+
     def verify(self, rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         """At each verified position: what the AR model writes there, and is the draft good enough for the dial?"""
         ...
 
-    def predict(self, rows: Tensor, at: Tensor, accepted: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+    def predict(
+        self, rows: Tensor, at: Tensor, accepted: Tensor, before: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Of each mask behind the accepted drafts: its token, and is it sure enough to be emitted unchecked?
 
-        ``token`` (sequences,) is the one before the first mask.
+        ``before`` (sequences, n) are the tokens before the masks; given if it `has_head`.
         """
         ...
 
@@ -184,19 +191,16 @@ class LogitsChoices:
             tolerated = within_tolerance(adjusted[:, :-1], scores[:, :-1], self.drafts, self.dials.tolerance)
         return self.sampling.sample(scores, at), tolerated
 
-    def predict(self, rows: Tensor, at: Tensor, accepted: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        history = [_behind(tokens, accepted)[:, None] for tokens in self.history]
-        if self.head is None or not rows.shape[1]:
-            return self._predict(self.logits[rows], at, history)
-        found = list[tuple[Tensor, Tensor]]()
-        for mask in range(rows.shape[1]):
-            logits = self.logits[rows[:, mask]].float() + self.head(token).float()
-            found.append(self._predict(logits[:, None], at[:, mask : mask + 1], history))
-            token = found[-1][0][:, 0]
-        tokens, confident = (torch.cat(each, 1) for each in zip(*found, strict=True))
-        return tokens, confident
+    @property
+    def has_head(self) -> bool:
+        return self.head is not None
 
-    def _predict(self, logits: Tensor, at: Tensor, history: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def predict(
+        self, rows: Tensor, at: Tensor, accepted: Tensor, before: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        logits, history = self.logits[rows], [_behind(tokens, accepted)[:, None] for tokens in self.history]
+        if self.head is not None and before is not None:
+            logits = logits.float() + self.head(before).float()
         adjusted = self.sampling.ban_early_end(self.sampling.adjust(logits, *history), at)
         confident = confidence(adjusted, self.dials) >= self.dials.trust[:, None]
         return self.sampling.sample(self.sampling.scores(adjusted), at), confident
@@ -242,9 +246,22 @@ def decide_by(choices: Choices, windows: WindowBatch, positions: Tensor, emitted
 
     rows, draft_count = windows.mask_rows(accepted)
     ahead = torch.arange(windows.masks, device=drafts.device)
-    predicted, confident = choices.predict(rows, (positions + accepted)[:, None] + 2 + ahead, accepted, token)
+    at = (positions + accepted)[:, None] + 2 + ahead
+    predicted, confident = _predict(choices, rows, at, accepted, token)
     trusted = leading(confident & (ahead < draft_count[:, None]))
     return Decision(accepted, agrees, token, predicted, draft_count, trusted)
+
+
+def _predict(choices: Choices, rows: Tensor, at: Tensor, accepted: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+    """All masks at once, or, where each depends on the token before it, one after the other from ``token`` on."""
+    if not choices.has_head or not rows.shape[1]:
+        return choices.predict(rows, at, accepted)
+    found, before = list[tuple[Tensor, Tensor]](), token[:, None]
+    for row, place in zip(rows.split(1, 1), at.split(1, 1), strict=True):
+        found.append(choices.predict(row, place, accepted, before))
+        before = found[-1][0]
+    tokens, confident = (torch.cat(each, 1) for each in zip(*found, strict=True))
+    return tokens, confident
 
 
 TOP_LOGPROBS = 20  # most alternatives whose log-probabilities are reported for a token

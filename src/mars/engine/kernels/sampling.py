@@ -347,17 +347,18 @@ class KernelChoices:
         tokens, tolerated = self._choose(self.logits, rows, at, None)
         return tokens, tolerated[:, :-1]
 
-    def predict(self, rows: Tensor, at: Tensor, accepted: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        if self.head is None or not rows.shape[1]:
+    @property
+    def has_head(self) -> bool:
+        return self.head is not None
+
+    def predict(
+        self, rows: Tensor, at: Tensor, accepted: Tensor, before: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if self.head is None or before is None:
             return self._choose(self.logits, rows, at, accepted)
-        found, here = list[tuple[Tensor, Tensor]](), torch.arange(len(rows), device=rows.device)[:, None]
-        for mask in range(rows.shape[1]):
-            before = self.head.before[token].to(self.logits.dtype)
-            logits = torch.addmm(self.logits[rows[:, mask]], before, self.head.after.T.to(self.logits.dtype))
-            found.append(self._choose(logits, here, at[:, mask : mask + 1], accepted))
-            token = found[-1][0][:, 0]
-        tokens, confident = (torch.cat(each, 1) for each in zip(*found, strict=True))
-        return tokens, confident
+        factors = [each.to(self.logits.dtype) for each in (self.head.before[before.flatten()], self.head.after.T)]
+        logits = torch.addmm(self.logits[rows.flatten()], *factors)
+        return self._choose(logits, torch.arange(len(logits), device=rows.device).view_as(rows), at, accepted)
 
     def logprobs(self, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """What `mars.method.acceptance.logprobs` finds, for sequences that want it; others keep what was there."""
