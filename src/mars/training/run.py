@@ -139,6 +139,7 @@ def _run_stage(
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
         metrics = trainer.evaluate()
         trainer.save_model(str(unfinished))
+    state.wait_for_everyone()  # no rank still writes into the folder when it is renamed
     if state.is_main_process:
         if model.adapter is None:
             model.language_model.generation_config.save_pretrained(unfinished)

@@ -178,6 +178,8 @@ class MarsTrainer(Trainer):
         if self._adapter is None:
             super()._save(output_dir, state_dict)
             return
+        if not self.args.should_save:  # newer versions of transformers call this on every rank
+            return
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         prefix = f"{ATTRIBUTE}."
