@@ -4,7 +4,7 @@
 
 Steps are captured CUDA graphs as the engine replays them: a chain of block size 4, and one token. Each form of the
 adapter's products is timed, in turns with the merged model, best of three. With ``--tune``, tiles of the kernels are
-timed for each product of a layer instead, and the fastest are printed as ``mars.engine.kernels.adapter`` has them.
+timed for each product of a layer instead, and the fastest are printed as ``mars.engine.kernels.products`` has them.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def attempt(call: Callable[[int], Any], copies: int) -> float:
 
 def candidates(tokens: int, step: int) -> Iterator[Any]:
     """Tiles worth a try for so many tokens of a kind, with ``step`` inputs at once."""
-    from mars.engine.kernels.adapter import Tile
+    from mars.engine.kernels.products import Tile
 
     for wide, outputs, warps, stages in product((16, 32, 64), (16, 32, 64, 128), (4, 8), (3, 6)):
         fits = (wide + outputs) * step * 2 * (stages - 1) < SHARED_BYTES
@@ -148,7 +148,7 @@ def candidates(tokens: int, step: int) -> Iterator[Any]:
 
 
 def tune_two_sets(shape: dict[str, Any], sizes: list[int]) -> list[dict[str, Any]]:
-    from mars.engine.kernels import adapter
+    from mars.engine.kernels import products as kernels
 
     rows: list[dict[str, Any]] = []
     for name, (split, inputs) in products(shape).items():
@@ -156,12 +156,12 @@ def tune_two_sets(shape: dict[str, Any], sizes: list[int]) -> list[dict[str, Any
         copies = max(8, min(128, COLD_BYTES // (4 * outputs * inputs)))
         weights = torch.randn(copies, 2, outputs, inputs, device="cuda", dtype=torch.bfloat16)
         for size, step in product(sizes, (64, 128) if inputs % 128 == 0 else (64,)):
-            adapter.inputs_at_once = lambda *_, step=step: step
+            kernels.inputs_at_once = lambda *_, step=step: step
             x = torch.randn(size * CHAIN.width, inputs, device="cuda", dtype=torch.bfloat16)
             kind = size * CHAIN.verified
             plain = microseconds(lambda copy: linear(x, weights[copy, 0]), copies)  # noqa: B023
             for tile in candidates(kind, step):
-                us = attempt(lambda copy: adapter.two_sets(x, weights[copy], None, CHAIN, tile), copies)  # noqa: B023
+                us = attempt(lambda copy: kernels.two_sets(x, weights[copy], None, CHAIN, tile), copies)  # noqa: B023
                 row = {"product": name, "outputs": outputs, "tokens": len(x), "kind": kind, "inputs_at_once": step}
                 rows.append(row | {"tile": list(tile), "us": us, "plain_us": plain})
             mine = [each for each in rows if (each["product"], each["tokens"]) == (name, len(x))]
@@ -177,7 +177,7 @@ def tune_two_sets(shape: dict[str, Any], sizes: list[int]) -> list[dict[str, Any
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """`mars.engine.kernels.adapter.TILES`: the tile with the least time over all products of a row of the table."""
+    """`mars.engine.kernels.products.TILES`: the tile with the least time over all products of a row of the table."""
     for step in sorted({each["inputs_at_once"] for each in rows}):
         print(f"# {step} inputs at once where there is a choice")
         for (least, most), few in product(zip((0, *KINDS), KINDS, strict=False), (True, False)):
@@ -196,7 +196,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def tune_expand(shape: dict[str, Any], sizes: list[int], rank: int) -> list[dict[str, Any]]:
-    from mars.engine.kernels.adapter import Tile, expand
+    from mars.engine.kernels.products import Tile, expand
 
     rows: list[dict[str, Any]] = []
     for name, (split, inputs) in products(shape).items():

@@ -200,7 +200,7 @@ class Compiled:
         if not self._gated:
             yield
             return
-        from mars.engine.kernels.adapter import WINDOW  # triton is not installed everywhere
+        from mars.engine.kernels.products import WINDOW  # triton is not installed everywhere
 
         for joint in self._gated:
             joint.acts = window.all_masks > 0

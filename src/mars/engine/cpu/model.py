@@ -226,16 +226,17 @@ class CpuModel:
         return self._logits[:rows]
 
     def head(self, tokens: Tensor) -> Tensor:
-        """What the Markov head adds to the logits of masks behind these tokens."""
+        """What the Markov head adds to the logits of masks behind these tokens, as `MarkovHead` does."""
         assert self._head is not None
+        shape, tokens = tokens.shape, tokens.flatten()
         logits = torch.zeros(len(tokens), self._architecture.output.outputs, dtype=torch.float32)
-        rows, chosen, tokens = torch.arange(len(tokens)), torch.empty_like(tokens), tokens.contiguous()
+        rows, chosen = torch.arange(len(tokens)), torch.empty_like(tokens)
         given = Greedy(logits.data_ptr(), logits.stride(0), self.vocabulary, len(rows), torch.get_num_threads())
         given.rows, given.tokens, given.chosen = rows.data_ptr(), tokens.data_ptr(), chosen.data_ptr()
         given.before, given.after = map(pointer, self._head)
         if self._library.mars_greedy(byref(given)):
             raise MemoryError("there is no memory for a step")
-        return logits[:, : self.vocabulary]
+        return logits[:, : self.vocabulary].unflatten(0, shape)
 
     # --- structures
 

@@ -18,7 +18,7 @@ from mars.reference import Decoder
 from tests.conftest import gated_checkpoint
 
 pytest.importorskip("triton")
-from mars.engine.kernels.adapter import TILES, expand, inputs_at_once, two_sets
+from mars.engine.kernels.products import TILES, expand, inputs_at_once, two_sets
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CHAIN, TREE, MASKS_FIRST = Window.of(1, 4), Window.of(4, 4), Window(drafts=0, groups=1, masks=7)

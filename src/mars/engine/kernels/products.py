@@ -1,19 +1,22 @@
-"""Products of a gated adapter's layers as Triton kernels: masks use other weights than the tokens of the text.
+"""Products of tokens with weights as Triton kernels, where cuBLAS will not do.
 
-The tokens of a step are windows one behind the other, each of ``verified`` tokens followed by masks, so a program knows
-from the numbers of its rows which of them are masks. Two forms of the same product:
+The inputs of a token are summed in an order that does not depend on how many tokens there are. `product` also divides
+them into parts for layers with so few outputs that they would keep few multiprocessors busy.
+
+Masks of a gated adapter use other weights than the tokens of the text. The tokens of a step are windows one behind the
+other, each of ``verified`` tokens followed by masks, so a program knows from the numbers of its rows which of them are
+masks. Two forms of the same product:
 
 `two_sets`
     A second set of weights has the change added in. A program takes rows of one kind and reads that kind's set.
 `expand`
     For large models, whose time is that of reading weights. The base product also yields the low-rank projections, and
     a second kernel adds their expansions to the rows of masks.
-
-The inputs of a row are summed in an order that does not depend on how many rows there are.
 """
 
 from contextvars import ContextVar
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -47,6 +50,9 @@ TILES: tuple[tuple[int, int, Tile], ...] = (
 """Of `two_sets`, for up to so many tokens of a kind and outputs; ``benchmarks/adapter_speed.py --tune`` finds them."""
 EXPANSION = Tile(16, 64, 4, 2)
 MOST_TOKENS = 64  # of a program of `expand`
+PROGRAMS = 128  # of a product: with fewer, parts are summed by programs of their own
+MOST_PARTS = 4
+LEAST_INPUTS = 256  # of a part
 
 
 def tile_for(tokens: int, outputs: int) -> Tile:
@@ -59,6 +65,27 @@ def inputs_at_once(inputs: int, dtype: torch.dtype) -> int:
     return max(16, min(wide, triton.next_power_of_2(inputs)))
 
 
+def num_parts(outputs: int, inputs: int) -> int:
+    """Into how many parts `product` divides the inputs: the same for any number of tokens, and on any device."""
+    parts = min(MOST_PARTS, PROGRAMS // triton.cdiv(outputs, 64), inputs // LEAST_INPUTS)
+    return 1 << max(1, parts).bit_length() - 1
+
+
+def _options(tile: Tile, step: int, x: Tensor) -> dict[str, Any]:
+    """Of a launch: as many stages as the device has room for."""
+    stage = (tile.tokens + tile.outputs) * step * x.dtype.itemsize
+    return {"num_warps": tile.warps, "num_stages": max(2, min(tile.stages, 1 + _shared_memory(x.device) // stage))}
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program may use for its stages."""
+    if device.type != "cuda":
+        return 1 << 30
+    most: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return most - 4096
+
+
 @triton.jit
 def _rows(item, count, each, first, width):
     """Rows of tokens of one kind, of which a window has ``each`` from ``first`` on, and which of them exist."""
@@ -67,12 +94,28 @@ def _rows(item, count, each, first, width):
     return (item // each * width + first + item % each).to(tl.int64), real
 
 
+@triton.jit
+def _sum(weights, x, total, first, last, inputs, INPUTS: tl.constexpr, EVEN: tl.constexpr, PRECISE: tl.constexpr):
+    """The sum over some inputs, ``first`` a multiple of ``INPUTS``, in their order."""
+    for start in range(first, last, INPUTS):
+        index = start + tl.arange(0, INPUTS)
+        if EVEN:
+            weight = tl.load(weights + index[None, :])
+            given = tl.load(x + index[:, None])
+        else:
+            weight = tl.load(weights + index[None, :], mask=index[None, :] < inputs, other=0.0)
+            given = tl.load(x + index[:, None], mask=index[:, None] < inputs, other=0.0)
+        total = tl.dot(weight, given, total, input_precision="ieee" if PRECISE else "tf32")
+    return total
+
+
 @triton.jit(do_not_specialize=["sequences", "verified", "masks"])
 def _two_sets(
-    x, weights, bias, out, sequences, verified, masks, outputs, inputs, set_size,
-    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
-    PRECISE: tl.constexpr,
+    x, weights, bias, out, sequences, verified, masks, outputs, inputs, set_size, part_size,
+    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
+    ALONE: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
+    """A program sums all ``PARTS`` or, if it is not ``ALONE``, one of them, which has ``PART`` inputs."""
     tile = tl.program_id(0)
     text_tiles = tl.cdiv(sequences * verified, TOKENS)
     is_mask = tile >= text_tiles
@@ -84,50 +127,77 @@ def _two_sets(
     weights += is_mask.to(tl.int64) * set_size + tl.where(there, column, 0).to(tl.int64)[:, None] * inputs
     x += row[None, :] * inputs
     total = tl.zeros([OUTPUTS, TOKENS], tl.float32)
-    for start in range(0, inputs, INPUTS):
-        index = start + tl.arange(0, INPUTS)
-        if EVEN:
-            weight = tl.load(weights + index[None, :])
-            given = tl.load(x + index[:, None])
-        else:
-            weight = tl.load(weights + index[None, :], mask=index[None, :] < inputs, other=0.0)
-            given = tl.load(x + index[:, None], mask=index[:, None] < inputs, other=0.0)
-        total = tl.dot(weight, given, total, input_precision="ieee" if PRECISE else "tf32")
+    if ALONE and PARTS > 1:
+        for first in range(0, inputs, PART):
+            last = tl.minimum(first + PART, inputs)
+            part = tl.zeros([OUTPUTS, TOKENS], tl.float32)
+            total += _sum(weights, x, part, first, last, inputs, INPUTS, EVEN, PRECISE)
+    else:
+        first = tl.program_id(2) * PART
+        last = tl.minimum(first + PART, inputs)
+        total = _sum(weights, x, total, first, last, inputs, INPUTS, EVEN, PRECISE)
     if BIAS:
         total += tl.load(bias + column, mask=there, other=0.0).to(tl.float32)[:, None]
-    at = row[None, :] * outputs + column[:, None]
+    at = tl.program_id(2).to(tl.int64) * part_size + row[None, :] * outputs + column[:, None]
     tl.store(out + at, total.to(out.dtype.element_ty), mask=there[:, None] & real[None, :])
 
 
 def two_sets(x: Tensor, weights: Tensor, bias: Tensor | None, window: Window, tile: Tile | None = None) -> Tensor:
     """(tokens, inputs) to (tokens, outputs) by ``weights`` (2, outputs, inputs): masks use the second set."""
+    return _product(x, weights, bias, window, 1, tile)
+
+
+def product(x: Tensor, weights: Tensor, bias: Tensor | None, window: Window, tile: Tile | None = None) -> Tensor:
+    """The same, or with a single set of weights (outputs, inputs), in `num_parts` parts.
+
+    Where there are few tokens, the parts (parts, tokens, outputs) are left in float32: whoever reads them adds them up
+    in their order, then the bias, and rounds. That is what is done here otherwise, so the bits are the same.
+    """
+    return _product(x, weights, bias, window, num_parts(*weights.shape[-2:]), tile)
+
+
+def _product(x: Tensor, weights: Tensor, bias: Tensor | None, window: Window, parts: int, tile: Tile | None) -> Tensor:
     x = x.contiguous()
-    outputs, inputs = weights.shape[1:]
-    sequences, masks = len(x) // window.width, window.all_masks
-    kinds = (sequences * window.verified, sequences * masks)
+    outputs, inputs = weights.shape[-2:]
+    sequences, verified, masks = 1, len(x), 0
+    if weights.ndim == 3:
+        sequences, verified, masks = len(x) // window.width, window.verified, window.all_masks
+    kinds = (sequences * verified, sequences * masks)
     tile = tile or tile_for(max(kinds), outputs)
-    out = x.new_empty(len(x), outputs)
     step = inputs_at_once(inputs, x.dtype)
     grid = (sum(triton.cdiv(each, tile.tokens) for each in kinds), triton.cdiv(outputs, tile.outputs))
-    _two_sets[grid](
+    alone = parts == 1 or grid[0] * grid[1] >= PROGRAMS
+    out = x.new_empty(len(x), outputs) if alone else x.new_empty(parts, len(x), outputs, dtype=torch.float32)
+    _two_sets[*grid, 1 if alone else parts](
         *(x, weights, x if bias is None else bias, out),
-        *(sequences, window.verified, masks, outputs, inputs, outputs * inputs),
+        *(sequences, verified, masks, outputs, inputs, outputs * inputs, len(x) * outputs),
         TOKENS=tile.tokens,
         OUTPUTS=tile.outputs,
         INPUTS=step,
+        PARTS=parts,
+        PART=triton.cdiv(triton.cdiv(inputs, parts), step) * step,
+        ALONE=alone,
         EVEN=inputs % step == 0,
-        BIAS=bias is not None,
+        BIAS=bias is not None and alone,
         PRECISE=x.dtype == torch.float32,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **_options(tile, step, x),
     )
     return out
 
 
+@triton.jit
+def add_parts(values, mask, PARTS: tl.constexpr, part_size):
+    """Outputs of `product` in float32, its parts added up. ``values``: pointers into the first part."""
+    total = tl.load(values, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(values + part * part_size, mask=mask, other=0.0)
+    return total
+
+
 @triton.jit(do_not_specialize=["sequences", "verified", "masks"])
 def _expand(
-    y, b, sequences, verified, masks, rank, stride,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
+    y, b, sequences, verified, masks, rank, stride, part_size,
+    PARTS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, RANK: tl.constexpr, EVEN: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     """Columns of ``y``: outputs of up to three layers, then projections of each. A program has one layer's outputs."""
@@ -150,10 +220,11 @@ def _expand(
         index = start + tl.arange(0, RANK)
         if EVEN:
             expansion = tl.load(b + index[None, :])
-            projected = tl.load(projections + index[:, None])
         else:
             expansion = tl.load(b + index[None, :], mask=index[None, :] < rank, other=0.0)
-            projected = tl.load(projections + index[:, None], mask=index[:, None] < rank, other=0.0)
+        given = (index[:, None] < rank) & real[None, :]
+        projected = add_parts(projections + index[:, None], given, PARTS, part_size)
+        projected = projected.to(b.dtype.element_ty)
         total = tl.dot(expansion, projected, total, input_precision="ieee" if PRECISE else "tf32")
     some = there[:, None] & real[None, :]
     total += tl.load(y + column[:, None], mask=some, other=0.0).to(tl.float32)
@@ -163,18 +234,20 @@ def _expand(
 def expand(y: Tensor, b: Tensor, sizes: list[int], window: Window, tile: Tile | None = None) -> None:
     """Add the changes to the rows of masks, in place.
 
-    ``y`` (tokens, columns) has the outputs of layers of ``sizes``, then the projections of each of them; ``b``
-    (outputs, rank).
+    ``y`` (tokens, columns), or its parts, has the outputs of layers of ``sizes``, then the projections of each of them;
+    ``b`` (outputs, rank).
     """
     first, second, third = [*sizes, 0, 0][:3]
-    sequences, masks = len(y) // window.width, window.all_masks
+    parts, tokens = (1, *y.shape)[-3:-1]
+    sequences, masks = tokens // window.width, window.all_masks
     if tile is None:
         tile = EXPANSION._replace(tokens=max(16, min(MOST_TOKENS, triton.next_power_of_2(sequences * masks))))
     rank = b.shape[1]
     step = max(16, min(128, triton.next_power_of_2(rank)))
     grid = (triton.cdiv(sequences * masks, tile.tokens), sum(triton.cdiv(each, tile.outputs) for each in sizes))
     _expand[grid](
-        *(y, b, sequences, window.verified, masks, rank, y.stride(0)),
+        *(y, b, sequences, window.verified, masks, rank, y.stride(-2), tokens * y.stride(-2)),
+        PARTS=parts,
         FIRST=first,
         SECOND=second,
         THIRD=third,
@@ -182,7 +255,7 @@ def expand(y: Tensor, b: Tensor, sizes: list[int], window: Window, tile: Tile | 
         OUTPUTS=tile.outputs,
         RANK=step,
         EVEN=rank % step == 0,
-        PRECISE=y.dtype == torch.float32,
+        PRECISE=b.dtype == torch.float32,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
