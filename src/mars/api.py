@@ -60,15 +60,17 @@ def load(
     dtype: str | torch.dtype | None = None,
     max_num_seqs: int = 64,
     memory: int | float | None = None,
+    batch_invariant: bool = False,
 ) -> Model:
     """Load a hub id, a local folder, a local GGUF file, an adapter folder, or the built-in ``smollm2-135m``.
 
     ``max_num_seqs`` requests are decoded together; ``memory`` is what their keys and values may take: bytes, or on a
-    GPU a share of what is free.
+    GPU a share of what is free. ``batch_invariant``: on a GPU, run kernels whose bits do not depend on the other
+    requests; the compiled step on a CPU always does.
     """
     require_integer("max_num_seqs", max_num_seqs, 1)
     checkpoint = load_checkpoint(name, adapter=adapter, device=device, dtype=dtype)
-    return Model(checkpoint, max_num_seqs=max_num_seqs, memory=memory)
+    return Model(checkpoint, max_num_seqs=max_num_seqs, memory=memory, batch_invariant=batch_invariant)
 
 
 class Model:
@@ -77,11 +79,22 @@ class Model:
     Any number of threads and event loops may call it at once: their requests are decoded together.
     """
 
-    def __init__(self, checkpoint: Checkpoint, *, max_num_seqs: int = 64, memory: int | float | None = None) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        max_num_seqs: int = 64,
+        memory: int | float | None = None,
+        batch_invariant: bool = False,
+    ) -> None:
         require_integer("max_num_seqs", max_num_seqs, 1)
         cache_bytes(memory, checkpoint.device)  # raises if it makes no sense
         self.checkpoint = checkpoint
-        self._options: dict[str, Any] = {"max_num_seqs": max_num_seqs, "memory": memory}
+        self._options: dict[str, Any] = {
+            "max_num_seqs": max_num_seqs,
+            "memory": memory,
+            "batch_invariant": batch_invariant,
+        }
         self._making = threading.Lock()
         self._shared: SharedEngine | None = None
 

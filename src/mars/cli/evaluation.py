@@ -11,6 +11,7 @@ from mars.cli.options import (
     AdapterOption,
     DtypeOption,
     EngineOption,
+    InvariantOption,
     MemoryOption,
     ModelOption,
     RowsOption,
@@ -32,6 +33,7 @@ def verify(
     temperature: Annotated[float | None, Option(help="0, the default, is greedy.")] = None,
     seed: SeedOption = 0,
     dtype: DtypeOption = None,
+    batch_invariant: InvariantOption = False,
     out: Annotated[Path | None, Option(help="JSON file to write.")] = None,
 ) -> None:
     """Check that dials write the text of one-token alone, at any load. Exits with 1 if a promise does not hold."""
@@ -50,7 +52,7 @@ def verify(
     checkpoint = load(model, adapter, dtype=dtype).checkpoint
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     with progress_bar() as bar:
-        checks = run(checkpoint, questions, wanted, sizes, bar, **options)
+        checks = run(checkpoint, questions, wanted, sizes, bar, batch_invariant=batch_invariant, **options)
     show(table(checks))
     for sentence in sentences(checks):
         typer.echo(sentence)

@@ -24,6 +24,9 @@ DtypeOption = Annotated[
     str | None, Option("--dtype", help="bfloat16, float16, float32, or int8 on a CPU; default: the device's.")
 ]
 MemoryOption = Annotated[float | None, Option("--memory", help="Cache: bytes, or on a GPU a share of what is free.")]
+InvariantOption = Annotated[
+    bool, Option("--batch-invariant", help="On a GPU: kernels whose bits do not depend on the other requests.")
+]
 TokensOption = Annotated[int, Option("--max-new-tokens", help="Longest answer, in tokens.")]
 SeedOption = Annotated[int | None, Option("--seed", help="Makes sampling repeatable.")]
 

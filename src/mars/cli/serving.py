@@ -5,7 +5,16 @@ from typing import Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from mars.cli.options import AdapterOption, DialOption, DtypeOption, EngineOption, MemoryOption, ModelOption, RowsOption
+from mars.cli.options import (
+    AdapterOption,
+    DialOption,
+    DtypeOption,
+    EngineOption,
+    InvariantOption,
+    MemoryOption,
+    ModelOption,
+    RowsOption,
+)
 from mars.errors import MarsError, how_to_install
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -24,6 +33,7 @@ def serve(
     max_num_seqs: RowsOption = 64,
     memory: MemoryOption = None,
     dtype: DtypeOption = None,
+    batch_invariant: InvariantOption = False,
     max_waiting: Annotated[int, Option(help="Requests that may wait; more get a 429.")] = 256,
     max_new_tokens: Annotated[int | None, Option(help="Longest answer allowed.")] = None,
     api_key: Annotated[str | None, Option(envvar="MARS_API_KEY", help="Needed by all requests, if given.")] = None,

@@ -136,26 +136,36 @@ def _changed(weight: Tensor, change: LowRank | None, scale: float) -> Tensor:
     return torch.addmm(weight.float(), change.b.float(), change.a.float(), alpha=scale).to(weight.dtype)
 
 
+class Joiner:
+    """Makes one of layers that share an input, with what a gated adapter changes of them."""
+
+    def __init__(self, model: nn.Module, adapter: GatedAdapter | None) -> None:
+        named = {} if adapter is None else {name: adapter.change(name) for name in adapter.names}
+        self.changes: dict[nn.Module, LowRank] = {model.get_submodule(name): each for name, each in named.items()}
+        self._scale = adapter.scale if adapter else 1.0
+        size = sum(layer.weight.nbytes for layer in self.changes)  # type: ignore[misc]
+        self._gated: type[TwoSets] | type[LowRankJoint] = TwoSets if size <= SECOND_SET_BYTES else LowRankJoint
+
+    def __call__(self, *layers: nn.Linear) -> Joint:
+        found = [self.changes.get(each) for each in layers]
+        is_gated = any(each is not None for each in found)
+        return self._gated(layers, found, self._scale) if is_gated else Joint(layers)
+
+
 Joints = Iterator[tuple[nn.Module, tuple[str, ...], Joint]]
 """Modules, names of layers in them, and what these are replaced by"""
 
 
 def _joints(model: nn.Module, adapter: GatedAdapter | None) -> Joints:
     """Layers that share an input, and those that a gated adapter changes."""
-    changes = {model.get_submodule(name): adapter.change(name) for name in adapter.names} if adapter else {}
-    scale = adapter.scale if adapter else 1.0
-    size = sum(layer.weight.nbytes for layer in changes)  # type: ignore[misc]
-    gated = TwoSets if size <= SECOND_SET_BYTES else LowRankJoint
+    join = Joiner(model, adapter)
     for module in list(model.modules()):
         groups = [names for names in TOGETHER if _can_join([getattr(module, name, None) for name in names])]
         joined = {name for names in groups for name in names}
-        alone = [name for name, each in module.named_children() if each in changes and type(each) is nn.Linear]
+        alone = [name for name, each in module.named_children() if each in join.changes and type(each) is nn.Linear]
         groups += [(name,) for name in alone if name not in joined]
         for names in groups:
-            layers = [getattr(module, name) for name in names]
-            found = [changes.get(each) for each in layers]
-            is_gated = any(each is not None for each in found)
-            yield module, names, gated(layers, found, scale) if is_gated else Joint(layers)
+            yield module, names, join(*(getattr(module, name) for name in names))
 
 
 def _can_join(layers: Sequence[Any]) -> bool:

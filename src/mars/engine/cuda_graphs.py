@@ -9,9 +9,10 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -23,6 +24,9 @@ from mars.engine.step import PADDING_SLOT, PrefillInputs, StepInputs, StepOutput
 from mars.method.acceptance import decide_by, written_tokens
 from mars.method.windows import Window, WindowBatch
 from mars.models.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from mars.engine.invariant import InvariantModel
 
 SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Numbers of sequences that are captured; more than the last are a multiple of `BEYOND`. One sequence is computed as
@@ -52,10 +56,16 @@ class CapturedGraph(Generic[Inputs]):
 
 class GraphRunner(Runner):
     def __init__(
-        self, checkpoint: Checkpoint, state: DeviceState, cache: PagedCache, block_size: int, model: Compiled
+        self,
+        checkpoint: Checkpoint,
+        state: DeviceState,
+        cache: PagedCache,
+        block_size: int,
+        invariant: "InvariantModel | None",
+        model: Compiled | None,
     ) -> None:
-        """``model``: the checkpoint's."""
-        super().__init__(checkpoint, state, cache, block_size)
+        """``model``: the checkpoint's, if it is not ``invariant`` that runs."""
+        super().__init__(checkpoint, state, cache, block_size, invariant)
         from mars.engine.kernels.sampling import KernelChoices  # triton is not installed everywhere
 
         self._choices = KernelChoices
@@ -81,7 +91,9 @@ class GraphRunner(Runner):
         """The same as `Runner._decide`, whatever the features of the inputs."""
         state, mask = self.state, self.checkpoint.banned_token
         choices = self._choices(
-            *(logits, windows.drafts, inputs, state, self._ends, -1 if mask is None else mask), self.checkpoint.head
+            *(logits, windows.drafts, inputs, state, self._ends, -1 if mask is None else mask),
+            self.checkpoint.head,
+            is_invariant=self._invariant is not None,
         )
         emitted = state.drafts_emitted[inputs.slots]
         decision = decide_by(choices, windows, state.cursor[inputs.slots], emitted)
@@ -203,7 +215,8 @@ class GraphRunner(Runner):
         """
         if not self._can_capture or time.monotonic() < self._capture_after:
             return None
-        with self._model.applied(window), warnings.catch_warnings():
+        applied = nullcontext() if self._model is None else self._model.applied(window)
+        with applied, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*TensorFloat32.*")
             try:
                 self._stream.wait_stream(torch.cuda.current_stream())

@@ -11,6 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -33,6 +34,10 @@ from mars.errors import MarsError, require_integer, require_number
 from mars.method.acceptance import Dial
 from mars.method.windows import Window
 from mars.models.checkpoint import Checkpoint
+from mars.models.support import has_plain_layers, is_llama_like
+
+if TYPE_CHECKING:
+    from mars.engine.invariant import InvariantModel
 
 PAGE_SIZE = 16
 CPU_MEMORY = 2 * 2**30
@@ -73,19 +78,22 @@ class Engine:
         block_size: int | None = None,
         async_steps: int | None = None,
         cost: Cost | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         """``max_num_seqs`` run at once. ``memory`` for keys and values: bytes, or a share of what the device has free.
 
         ``prefill_tokens`` are prefilled per step, so that a long prompt does not stall the others; by default 512, and
         2048 on a GPU. Requests may ask for blocks of at most ``block_size``, by default the model's own. The device may
         be ahead of the host by ``async_steps``: one on a GPU, which then never waits. ``cost``: seconds of a step by
-        number of sequences and window; measured, if it is not given.
+        number of sequences and window; measured, if it is not given. ``batch_invariant``: on a GPU, run kernels whose
+        bits do not depend on the other requests, if there are some for this model; see `is_batch_invariant`.
         """
         on_gpu = checkpoint.device.type == "cuda"
         prefill_tokens = (2048 if on_gpu else 512) if prefill_tokens is None else prefill_tokens
         require_integer("max_num_seqs", max_num_seqs, 1)
         require_integer("prefill_tokens", prefill_tokens, 1)
-        model = Compiled(checkpoint.module, checkpoint.adapter) if on_gpu else None  # before free memory is measured
+        invariant = invariant_model(checkpoint) if batch_invariant and on_gpu else None  # before memory is measured
+        model = Compiled(checkpoint.module, checkpoint.adapter) if on_gpu and invariant is None else None
         available = cache_bytes(memory, checkpoint.device)
         cpu = cpu_model(checkpoint, page_size)
         shapes = layer_shapes(checkpoint) if cpu is None else cpu.shapes
@@ -94,7 +102,7 @@ class Engine:
         self.checkpoint = checkpoint
         self.weight_bytes = cpu.weight_bytes if cpu else sum(each.nbytes for each in checkpoint.module.parameters())
         """What a step of single tokens reads, besides keys and values"""
-        self.is_batch_invariant = cpu is not None
+        self.is_batch_invariant = cpu is not None or invariant is not None
         """Do a token's logits depend on the model and the tokens before it alone, to the bit?"""
         self.max_num_seqs = max_num_seqs
         trained = checkpoint.settings.block_size if checkpoint.settings else 1
@@ -117,8 +125,8 @@ class Engine:
             self._runner: Runner = CpuRunner(checkpoint, self._state, cpu, num_pages, self.block_size)
         else:
             cache = PagedCache(shapes, num_pages, page_size, checkpoint.device)
-            parts = (checkpoint, self._state, cache, self.block_size)
-            self._runner = Runner(*parts) if model is None else GraphRunner(*parts, model)
+            parts = (checkpoint, self._state, cache, self.block_size, invariant)
+            self._runner = GraphRunner(*parts, model) if on_gpu else Runner(*parts)
         self._costs = StepCosts(self._runner, turns=1 if on_gpu else 3)
         self._observes_costs = cost is None and not on_gpu  # a GPU's are those of its captured graphs
         self.policy = self._new_policy(cost)
@@ -412,6 +420,18 @@ class Engine:
     def check(self) -> None:
         """Raise if a page of the cache or a slot is lost."""
         self.scheduler.check()
+
+
+def invariant_model(checkpoint: Checkpoint) -> "InvariantModel | None":
+    """The model in kernels whose bits do not depend on the batch; None, and a warning, if there are none for it."""
+    if is_llama_like(checkpoint.module.config) and has_plain_layers(checkpoint.module):
+        from mars.engine.invariant import InvariantModel  # triton is not installed everywhere
+
+        return InvariantModel(checkpoint)
+    log.warning(
+        "there are no batch-invariant kernels for models like %s: near ties may fall either way", checkpoint.name
+    )
+    return None
 
 
 def error_text(error: Exception) -> str:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from mars.method.windows import Window, WindowBatch
 from mars.models.attention import forward
 from mars.models.checkpoint import Checkpoint
 
+if TYPE_CHECKING:
+    from mars.engine.invariant import InvariantModel  # triton is not installed everywhere
+
 CONTEXT = 64  # cached tokens of the sequences whose steps are timed
 
 
@@ -27,8 +31,16 @@ class Runner:
 
     CHUNK = 64  # most tokens of a window in prefill; longer chunks are cut into several windows
 
-    def __init__(self, checkpoint: Checkpoint, state: DeviceState, cache: PagedCache | None, block_size: int) -> None:
-        """``cache``: None for a runner that attends in a way of its own."""
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        state: DeviceState,
+        cache: PagedCache | None,
+        block_size: int,
+        invariant: "InvariantModel | None" = None,
+    ) -> None:
+        """``cache``: None for a runner that attends in a way of its own. ``invariant`` runs in place of the module."""
+        self._invariant = invariant
         self.checkpoint = checkpoint
         self.state = state
         self.cache = cache
@@ -88,7 +100,7 @@ class Runner:
         visibility = Visibility(zeros, zeros, columns, columns)
         window = Window(drafts=tokens.shape[1] - 1)
         where = (inputs.slots, inputs.starts, visibility, inputs.lengths, longest)
-        self._forward(tokens, self._attention(window, *where, chained=True), logits_to_keep=1)
+        self._forward(tokens, self._attention(window, *where, chained=True), wants_logits=False)
 
     def _run_step(self, inputs: StepInputs, window: Window, longest: int | None = None) -> StepOutputs:
         """Build the windows, run them, decide, and move the state on."""
@@ -134,8 +146,10 @@ class Runner:
         where = (self.state.page_table, slots, cursors, visibility, lengths, longest, chained)
         return PagedWindows(self.cache, window, *where, uses_kernel=self._uses_kernel)
 
-    def _forward(self, tokens: Tensor, windows: PagedWindows, logits_to_keep: int = 0) -> Tensor:
-        """Logits (tokens, vocabulary) of the last tokens, or of all. Without masks, a gated model is its base model."""
+    def _forward(self, tokens: Tensor, windows: PagedWindows, *, wants_logits: bool = True) -> Tensor:
+        """Logits (tokens, vocabulary), if they are wanted. Without masks, a gated model is its base model."""
+        if self._invariant is not None:
+            return self._invariant.forward(tokens.flatten(), windows, wants_logits=wants_logits)
         positions, adapter = windows.positions.flatten()[None], self.checkpoint.adapter
         with nullcontext() if adapter is None or windows.window.all_masks else adapter.nowhere():
-            return forward(self.checkpoint, tokens.flatten()[None], positions, windows, logits_to_keep)[0]
+            return forward(self.checkpoint, tokens.flatten()[None], positions, windows, int(not wants_logits))[0]

@@ -61,6 +61,8 @@ def verify(
     dials: Sequence[str],
     rows: Sequence[int],
     bar: Progress,
+    *,
+    batch_invariant: bool = False,
     **options: Any,
 ) -> list[Check]:
     """Answer every prompt with one-token, one request at a time; then with every dial, so many requests at once.
@@ -69,7 +71,7 @@ def verify(
     """
     seed = options.pop("seed", None)
     seeds = [None if seed is None else seed + number for number in range(len(prompts))]
-    alone = Model(checkpoint, max_num_seqs=1)
+    alone = Model(checkpoint, max_num_seqs=1, batch_invariant=batch_invariant)
 
     def requests(model: Model, dial: str) -> list[Request]:
         name, window = split_dial(dial)
@@ -81,7 +83,7 @@ def verify(
     expected = [answer for each in asked for _, answer in _advance(bar, task, alone.run([each]))]
     checks = []
     for size in rows:
-        model = Model(checkpoint, max_num_seqs=size)
+        model = Model(checkpoint, max_num_seqs=size, batch_invariant=batch_invariant)
         for dial in dials:
             bar.update(task, description=f"{dial}, {size} at a time")
             answers = _in_any_order(requests(model, dial), lambda some, by=model: _advance(bar, task, by.run(some)))

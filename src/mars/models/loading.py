@@ -22,7 +22,7 @@ from mars.models.checkpoint import Checkpoint
 from mars.models.gguf import load_gguf
 from mars.models.layout import store_by_columns
 from mars.models.settings import Settings, rows_needed
-from mars.models.support import has_compiled_step, refuse_config, refuse_gaps, refuse_model
+from mars.models.support import is_llama_like, refuse_config, refuse_gaps, refuse_model
 
 ADAPTER_FILE = "adapter_config.json"
 
@@ -94,7 +94,7 @@ def _default_dtype(name: str, device: torch.device, revision: str | None) -> str
         config = AutoConfig.from_pretrained(name, revision=revision)
     except Exception:  # `_load` will say what is wrong
         return "float32"
-    return "bfloat16" if torch.cpu._is_avx512_bf16_supported() and has_compiled_step(config) else "float32"
+    return "bfloat16" if torch.cpu._is_avx512_bf16_supported() and is_llama_like(config) else "float32"
 
 
 def _device(name: str | torch.device | None) -> torch.device:

@@ -2,13 +2,14 @@
 
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mars.errors import MarsError
 
 ATTENTION = {"full_attention", "sliding_attention"}
 SHIFTING_ROPE = {"dynamic", "longrope"}
-COMPILED_FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
+LLAMA_LIKE = {"llama", "mistral", "qwen2", "qwen3"}
 RECURRENT_WORDS = ("mamba", "rwkv", "recurrent", "xlstm", "lfm2", "jamba", "bamba")
 
 
@@ -28,9 +29,29 @@ def refuse_model(name: str, model: PreTrainedModel) -> None:
         raise MarsError(f"{name} cannot be used: {type(model).__name__} does not use transformers' attention interface")
 
 
-def has_compiled_step(config: PreTrainedConfig) -> bool:
-    """Does the engine's compiled step on a CPU know this kind of model?"""
-    return config.model_type in COMPILED_FAMILIES and config.hidden_act == "silu"
+def is_llama_like(config: PreTrainedConfig) -> bool:
+    """Is it of a kind that the engine has a forward of its own for?"""
+    return config.model_type in LLAMA_LIKE and config.hidden_act == "silu"
+
+
+def has_plain_layers(model: PreTrainedModel) -> bool:
+    """Are the layers of such a model what they seem? Something may have been put in their place."""
+    linears = [each for name, each in model.named_modules() if name.endswith("_proj")]
+    rotary: Any = model.get_decoder().rotary_emb
+    return all(type(each) is nn.Linear for each in linears) and 2 * len(rotary.inv_freq) == head_size(model)
+
+
+def head_size(model: PreTrainedModel) -> int:
+    """Of such a model."""
+    decoder: Any = model.get_decoder()
+    return int(decoder.layers[0].self_attn.head_dim)
+
+
+def sliding_window(attention: Any) -> int | None:
+    """Of a layer of such a model. Qwen's layers have their own, Mistral's the model's."""
+    config = attention.config
+    shared = getattr(config, "sliding_window", None) if config.model_type == "mistral" else None
+    return getattr(attention, "sliding_window", shared)
 
 
 def refuse_gaps(report: dict[str, Any]) -> None:

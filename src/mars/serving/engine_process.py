@@ -50,6 +50,7 @@ class EngineOptions:
     device: str | None = None
     max_num_seqs: int = 64
     memory: int | float | None = None
+    batch_invariant: bool = False
     max_waiting: int | None = None  # more than so many besides those that run are refused by the server
     log_level: str | None = None  # of a log in JSON; None: as Python logs by default
 
@@ -93,7 +94,12 @@ class EngineProcess:
         self._incoming = select.poll()  # far cheaper than `Connection.poll`
         self._incoming.register(connection.fileno(), select.POLLIN)
         self._sending = Lock()
-        self._engine = Engine(checkpoint, max_num_seqs=options.max_num_seqs, memory=options.memory)
+        self._engine = Engine(
+            checkpoint,
+            max_num_seqs=options.max_num_seqs,
+            memory=options.memory,
+            batch_invariant=options.batch_invariant,
+        )
         for done, total in self._engine.warm_up():
             self._send(messages.WarmingUp(done, total))
         self._sequences: dict[int, Sequence] = {}  # in progress, by request

@@ -46,6 +46,7 @@ class Serving:
     max_num_seqs: int
     memory: float | None
     dtype: str | None
+    batch_invariant: bool
     max_waiting: int
     max_new_tokens: int | None
     api_key: str | None
@@ -96,6 +97,7 @@ async def _serve(serving: Serving, rules: Rules) -> None:
             serving.dtype,
             max_num_seqs=serving.max_num_seqs,
             memory=serving.memory,
+            batch_invariant=serving.batch_invariant,
             max_waiting=serving.max_waiting,
             log_level=serving.log_level,
         )

@@ -2,15 +2,13 @@
 
 import logging
 
-from torch import nn
-
 from mars.engine.cpu.model import PAGE, VECTOR, CpuModel
 from mars.engine.cpu.policy import RaggedPolicy, StepSeconds
 from mars.engine.cpu.runner import CpuRunner
 from mars.engine.cpu.weights import FORMS
 from mars.errors import MarsError
 from mars.models.checkpoint import Checkpoint
-from mars.models.support import has_compiled_step
+from mars.models.support import has_plain_layers, head_size, is_llama_like
 
 __all__ = ["VECTOR", "CpuModel", "CpuRunner", "RaggedPolicy", "StepSeconds", "cpu_model"]
 
@@ -23,7 +21,8 @@ def cpu_model(checkpoint: Checkpoint, page_size: int) -> CpuModel | None:
     if checkpoint.device.type != "cpu" or form is None or page_size != PAGE:
         return None
     reason = f"the compiled step does not know models like {checkpoint.name}" if checkpoint.is_int8 else None
-    if has_compiled_step(checkpoint.module.config) and _is_plain(checkpoint):
+    module = checkpoint.module
+    if is_llama_like(module.config) and has_plain_layers(module) and head_size(module) % 4 == 0:
         try:
             return CpuModel(checkpoint, form)
         except MarsError as error:
@@ -33,12 +32,3 @@ def cpu_model(checkpoint: Checkpoint, page_size: int) -> CpuModel | None:
         exact = "" if precision == "float32" else ", where near ties may fall either way"
         log.warning("%s; decoding through PyTorch instead, in %s: slower%s", reason, precision, exact)
     return None
-
-
-def _is_plain(checkpoint: Checkpoint) -> bool:
-    """Are the layers what they seem? Something may have been put in their place."""
-    linears = [each for name, each in checkpoint.module.named_modules() if name.endswith("_proj")]
-    decoder = checkpoint.module.get_decoder()
-    head_size = decoder.layers[0].self_attn.head_dim
-    rotates_whole_heads = 2 * len(decoder.rotary_emb.inv_freq) == head_size
-    return all(type(each) is nn.Linear for each in linears) and rotates_whole_heads and head_size % 4 == 0

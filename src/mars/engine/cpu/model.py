@@ -19,6 +19,7 @@ from mars.method.visibility import Visibility
 from mars.method.windows import Window
 from mars.models.checkpoint import Checkpoint
 from mars.models.gated import LowRank
+from mars.models.support import sliding_window
 
 PAGE = 16  # tokens in a page of the cache
 MOST_RANK = 64  # of an adapter's changes in int8: what they bring beyond is less than the time it takes to read more
@@ -251,7 +252,7 @@ class CpuModel:
             self._linear(attention.o_proj, heads=True),
             self._linear(mlp.gate_proj, mlp.up_proj),
             self._linear(mlp.down_proj),
-            _sliding_window(attention) or 0,
+            sliding_window(attention) or 0,
         )
 
     def _linear(self, *layers: nn.Linear, heads: bool = False) -> Linear:
@@ -304,13 +305,6 @@ def _of_rank(rank: int, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     u, sizes, v = torch.linalg.svd(middle @ other.T)
     roots = sizes[:rank].sqrt()
     return roots[:, None] * v[:rank] @ right.T, left @ u[:, :rank] * roots
-
-
-def _sliding_window(attention: Any) -> int | None:
-    """Qwen's layers have their own, Mistral's the model's."""
-    config = attention.config
-    shared = getattr(config, "sliding_window", None) if config.model_type == "mistral" else None
-    return getattr(attention, "sliding_window", shared)
 
 
 class CpuCache:

@@ -66,7 +66,7 @@ def inputs_at_once(inputs: int, dtype: torch.dtype) -> int:
 
 
 def num_parts(outputs: int, inputs: int) -> int:
-    """Into how many parts `product` divides the inputs: the same for any number of tokens, and on any device."""
+    """In how many parts a layer's inputs are summed: the same for any number of tokens, and on any device."""
     parts = min(MOST_PARTS, PROGRAMS // triton.cdiv(outputs, 64), inputs // LEAST_INPUTS)
     return 1 << max(1, parts).bit_length() - 1
 
@@ -74,7 +74,7 @@ def num_parts(outputs: int, inputs: int) -> int:
 def _options(tile: Tile, step: int, x: Tensor) -> dict[str, Any]:
     """Of a launch: as many stages as the device has room for."""
     stage = (tile.tokens + tile.outputs) * step * x.dtype.itemsize
-    return {"num_warps": tile.warps, "num_stages": max(2, min(tile.stages, 1 + _shared_memory(x.device) // stage))}
+    return {"num_warps": tile.warps, "num_stages": max(2, min(tile.stages, _shared_memory(x.device) // stage))}
 
 
 @cache
@@ -82,7 +82,8 @@ def _shared_memory(device: torch.device) -> int:
     """Bytes that a program may use for its stages."""
     if device.type != "cuda":
         return 1 << 30
-    most: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    device_index = torch.cuda.current_device() if device.index is None else device.index
+    most: int = triton.runtime.driver.active.utils.get_device_properties(device_index)["max_shared_mem"]
     return most - 4096
 
 
@@ -144,19 +145,22 @@ def _two_sets(
 
 def two_sets(x: Tensor, weights: Tensor, bias: Tensor | None, window: Window, tile: Tile | None = None) -> Tensor:
     """(tokens, inputs) to (tokens, outputs) by ``weights`` (2, outputs, inputs): masks use the second set."""
-    return _product(x, weights, bias, window, 1, tile)
+    return product(x, weights, bias, window, 1, tile)
 
 
-def product(x: Tensor, weights: Tensor, bias: Tensor | None, window: Window, tile: Tile | None = None) -> Tensor:
-    """The same, or with a single set of weights (outputs, inputs), in `num_parts` parts.
+def product(
+    x: Tensor,
+    weights: Tensor,
+    bias: Tensor | None = None,
+    window: Window = Window(),  # noqa: B008, it is a value
+    parts: int = 1,
+    tile: Tile | None = None,
+) -> Tensor:
+    """The same, or with one set of weights (outputs, inputs) for all; the inputs are summed in so many ``parts``.
 
     Where there are few tokens, the parts (parts, tokens, outputs) are left in float32: whoever reads them adds them up
     in their order, then the bias, and rounds. That is what is done here otherwise, so the bits are the same.
     """
-    return _product(x, weights, bias, window, num_parts(*weights.shape[-2:]), tile)
-
-
-def _product(x: Tensor, weights: Tensor, bias: Tensor | None, window: Window, parts: int, tile: Tile | None) -> Tensor:
     x = x.contiguous()
     outputs, inputs = weights.shape[-2:]
     sequences, verified, masks = 1, len(x), 0

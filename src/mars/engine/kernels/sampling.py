@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mars.engine.device_state import DeviceState
+from mars.engine.kernels.products import product
 from mars.engine.step import BIASED, FLOATS, GRAMMAR, INTEGERS, LOGPROBS, StepInputs
 from mars.method.acceptance import MEASURES, TOP_LOGPROBS
 from mars.method.markov import MarkovHead
@@ -342,6 +343,7 @@ class KernelChoices:
     ends: Tensor  # (vocabulary,): is it an end token?
     banned: int  # a token that is never sampled, or -1
     head: MarkovHead | None = None
+    is_invariant: bool = False  # shall what the head adds not depend on the number of masks?
 
     def verify(self, rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         tokens, tolerated = self._choose(self.logits, rows, at, None)
@@ -356,8 +358,9 @@ class KernelChoices:
     ) -> tuple[Tensor, Tensor]:
         if self.head is None or before is None:
             return self._choose(self.logits, rows, at, accepted)
-        factors = [each.to(self.logits.dtype) for each in (self.head.before[before.flatten()], self.head.after.T)]
-        logits = torch.addmm(self.logits[rows.flatten()], *factors)
+        logits = self.logits[rows.flatten()]
+        first, second = (each.to(logits.dtype) for each in (self.head.before[before.flatten()], self.head.after))
+        logits = logits + product(first, second) if self.is_invariant else torch.addmm(logits, first, second.T)
         return self._choose(logits, torch.arange(len(logits), device=rows.device).view_as(rows), at, accepted)
 
     def logprobs(self, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

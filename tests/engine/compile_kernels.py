@@ -1,0 +1,75 @@
+"""Compile the batch-invariant kernels for GPUs that are not here, and see that they fit: run by a test."""
+
+from itertools import product
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mars.engine.kernels import invariant_attention, layers, products
+
+SHARED = {80: 163, 89: 99, 90: 227}  # KiB that a program may have, by compute capability
+LONG = {"tokens", "table", "slots", "cursors", "reach", "positions", "lengths"}
+FLOATS = {"part_mixed", "part_most", "part_total"}
+NUMBERS = {"scale": "fp32", "epsilon": "fp32", "mask_token": "i64"}
+COUNTS = {"sequences", "verified", "masks", "rank", "splits", "most_parts", "last_position"}
+EVEN = {"inputs", "outputs", "set_size", "part_size", "stride", "table_slot"}  # multiples of 16
+ROW = {"SIZE": 576, "SIZE_UP": 1024}
+ROTARY = {"WIDTH": 7, "HEADS": 28, "SHARED": 4, "ALL_UP": 64, "SIZE": 128, "HALF_UP": 64, "PAGE": 16}
+COMBINED = ("HEADS", "FOLDS", "WIDTH", "SIZE", "SIZE_UP", "QUERIES")
+ATTENTION = {"HEADS": 4, "FOLDS": 7, "WIDTH": 16, "SIZE": 128, "SIZE_UP": 128, "QUERIES": invariant_attention.QUERIES}
+VISIBILITY = {"VERIFIED": 4, "MASKS": 3, "PAGE": 16, "KEYS": invariant_attention.KEYS, "SLIDING": 0, "PRECISE": False}
+
+
+def compile_for(capability: int, kernel: Any, constants: dict[str, Any], options: dict[str, Any], parted: bool) -> None:
+    """``parted``: does it read or write the parts of a product?"""
+
+    def type_of(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name in LONG or name in FLOATS:
+            return "*i64" if name in LONG else "*fp32"
+        if name in COUNTS or name in EVEN or name in NUMBERS:
+            return NUMBERS.get(name, "i32")
+        return "*fp32" if parted and name in ("values", "y") else "*bf16"
+
+    signature = {name: type_of(name) for name in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    even = [index for index, (name, kind) in enumerate(signature.items()) if kind[0] == "*" or name in EVEN]
+    source = ASTSource(kernel, signature, places, {(index,): [["tt.divisibility", 16]] for index in even})
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert compiled.asm["cubin"]
+    used = compiled.metadata.shared
+    assert used <= 1024 * SHARED[capability], f"{kernel.__name__} {constants} takes {used} bytes on {capability}"
+
+
+def main() -> None:
+    step = 128
+    for capability, most in SHARED.items():
+        products._shared_memory = lambda _, most=most: 1024 * (most - 4)
+        for parted, (_, _, tile) in product([False, True], products.TILES):
+            options = products._options(tile, step, torch.empty(0, dtype=torch.bfloat16))
+            constants = {"TOKENS": tile.tokens, "OUTPUTS": tile.outputs, "INPUTS": step, "PARTS": 2, "PART": 1024}
+            constants |= {"ALONE": not parted, "EVEN": True, "BIAS": not parted, "PRECISE": False}
+            compile_for(capability, products._two_sets, constants, options, parted)
+        tile = products.EXPANSION
+        layers_of = {"FIRST": 3584, "SECOND": 512, "THIRD": 512, "TOKENS": 16, "OUTPUTS": tile.outputs, "RANK": 128}
+        for parted in (False, True):
+            parts = {"PARTS": 1 + parted, "BIAS": parted}
+            for kernel, constants in (
+                (products._expand, layers_of | {"PARTS": 1 + parted, "EVEN": True, "PRECISE": False}),
+                (layers._embed, ROW),
+                (layers._add_and_norm, ROW | parts),
+                (layers._activate, {"SIZE": 1536, "BLOCK": 1024} | parts),
+                (layers._rotate_and_store, ROTARY | parts | {"NORMS": parted}),
+                (invariant_attention._attend, ATTENTION | VISIBILITY | {"ALONE": parted}),
+                (invariant_attention._combine, {name: ATTENTION[name] for name in COMBINED}),
+            ):
+                compile_for(capability, kernel, constants, {"num_warps": 4, **layers.UNFUSED}, parted)
+        print(capability, "compiled")
+
+
+if __name__ == "__main__":
+    main()
