@@ -1,5 +1,10 @@
-"""Compile the batch-invariant kernels for GPUs that are not here, and see that they fit: run by a test."""
+"""Compile the batch-invariant kernels for GPUs that are not here: run by a test.
 
+They have to fit, and what one layer may run for other numbers of tokens has to use one kind of tensor core instruction,
+since another kind may sum in another way.
+"""
+
+import re
 from itertools import product
 from typing import Any
 
@@ -18,13 +23,16 @@ COUNTS = {"sequences", "verified", "masks", "rank", "splits", "most_parts", "las
 EVEN = {"inputs", "outputs", "set_size", "part_size", "stride", "table_slot"}  # multiples of 16
 ROW = {"SIZE": 576, "SIZE_UP": 1024}
 ROTARY = {"WIDTH": 7, "HEADS": 28, "SHARED": 4, "ALL_UP": 64, "SIZE": 128, "HALF_UP": 64, "PAGE": 16}
-COMBINED = ("HEADS", "FOLDS", "WIDTH", "SIZE", "SIZE_UP", "QUERIES")
-ATTENTION = {"HEADS": 4, "FOLDS": 7, "WIDTH": 16, "SIZE": 128, "SIZE_UP": 128, "QUERIES": invariant_attention.QUERIES}
-VISIBILITY = {"VERIFIED": 4, "MASKS": 3, "PAGE": 16, "KEYS": invariant_attention.KEYS, "SLIDING": 0, "PRECISE": False}
+ATTENTION = {"HEADS": 4, "FOLDS": 7, "SIZE": 128, "SIZE_UP": 128, "QUERIES": invariant_attention.QUERIES}
+KEYS = {"PAGE": 16, "KEYS": invariant_attention.KEYS, "SLIDING": 0, "PRECISE": False}
+EXPANSION = {"FIRST": 3584, "SECOND": 512, "THIRD": 512, "TOKENS": 16, "OUTPUTS": 64, "RANK": 128}
+EXPANSION |= {"EVEN": True, "PRECISE": False}
 
 
-def compile_for(capability: int, kernel: Any, constants: dict[str, Any], options: dict[str, Any], parted: bool) -> None:
-    """``parted``: does it read or write the parts of a product?"""
+def compile_for(
+    capability: int, kernel: Any, constants: dict[str, Any], options: dict[str, Any], parted: bool = False
+) -> frozenset[str]:
+    """The tensor core instructions of a kernel, whatever their width. ``parted``: does it read parts of a product?"""
 
     def type_of(name: str) -> str:
         if name in constants:
@@ -43,32 +51,40 @@ def compile_for(capability: int, kernel: Any, constants: dict[str, Any], options
     assert compiled.asm["cubin"]
     used = compiled.metadata.shared
     assert used <= 1024 * SHARED[capability], f"{kernel.__name__} {constants} takes {used} bytes on {capability}"
+    found = re.findall(r"w?g?mma\.\S*sync\.\S*(m\d+)n\d+(k\d+)(\S+)", compiled.asm["ptx"])
+    layouts = re.findall(r"nvidia_mma<.*(warpsPerCTA = \[\d, \d\]).*>", compiled.asm["ttgir"])
+    return frozenset(map("".join, found)) | (frozenset(layouts) if kernel is invariant_attention._attend else set())
 
 
 def main() -> None:
     step = 128
     for capability, most in SHARED.items():
         products._shared_memory = lambda _, most=most: 1024 * (most - 4)
+        kinds = set()
         for parted, (_, _, tile) in product([False, True], products.TILES):
             options = products._options(tile, step, torch.empty(0, dtype=torch.bfloat16))
             constants = {"TOKENS": tile.tokens, "OUTPUTS": tile.outputs, "INPUTS": step, "PARTS": 2, "PART": 1024}
             constants |= {"ALONE": not parted, "EVEN": True, "BIAS": not parted, "PRECISE": False}
-            compile_for(capability, products._two_sets, constants, options, parted)
-        tile = products.EXPANSION
-        layers_of = {"FIRST": 3584, "SECOND": 512, "THIRD": 512, "TOKENS": 16, "OUTPUTS": tile.outputs, "RANK": 128}
+            kinds.add(compile_for(capability, products._two_sets, constants, options))
+        assert len(kinds) == 1 and all(kinds), kinds
+        options = {"num_warps": 4, **layers.UNFUSED}
+        kinds = set()
+        for alone, (verified, masks, groups) in product([False, True], [(1, 0, 0), (4, 3, 1), (4, 3, 4), (64, 0, 0)]):
+            window = {"WIDTH": verified + masks * groups, "VERIFIED": verified, "MASKS": masks, "ALONE": alone}
+            kinds.add(compile_for(capability, invariant_attention._attend, ATTENTION | KEYS | window, options))
+        assert len(kinds) == 1 and all(kinds), kinds
+        compile_for(capability, invariant_attention._combine, ATTENTION | {"WIDTH": 16}, options)
         for parted in (False, True):
             parts = {"PARTS": 1 + parted, "BIAS": parted}
             for kernel, constants in (
-                (products._expand, layers_of | {"PARTS": 1 + parted, "EVEN": True, "PRECISE": False}),
+                (products._expand, EXPANSION | {"PARTS": 1 + parted}),
                 (layers._embed, ROW),
                 (layers._add_and_norm, ROW | parts),
                 (layers._activate, {"SIZE": 1536, "BLOCK": 1024} | parts),
                 (layers._rotate_and_store, ROTARY | parts | {"NORMS": parted}),
-                (invariant_attention._attend, ATTENTION | VISIBILITY | {"ALONE": parted}),
-                (invariant_attention._combine, {name: ATTENTION[name] for name in COMBINED}),
             ):
-                compile_for(capability, kernel, constants, {"num_warps": 4, **layers.UNFUSED}, parted)
-        print(capability, "compiled")
+                compile_for(capability, kernel, constants, options, parted)
+        print(capability, *kinds)
 
 
 if __name__ == "__main__":
