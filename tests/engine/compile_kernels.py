@@ -59,7 +59,7 @@ def compile_for(
 def main() -> None:
     step = 128
     for capability, most in SHARED.items():
-        products._shared_memory = lambda _, most=most: 1024 * (most - 4)
+        products._shared_memory = lambda _, most=most: 1024 * (most - 4)  # type: ignore[assignment]
         kinds = set()
         for parted, (_, _, tile) in product([False, True], products.TILES):
             options = products._options(tile, step, torch.empty(0, dtype=torch.bfloat16))
