@@ -16,7 +16,8 @@ import jinja2
 
 Json = dict[str, Any]
 
-WIDTH, PANEL = 860, 420
+MARGIN, PANEL = 10, 420
+WIDTH = 2 * (MARGIN + PANEL + 10)
 COLUMNS = 50  # characters in a line
 WRAPPING: Json = {"drop_whitespace": False, "replace_whitespace": False, "expand_tabs": False}  # all letters stay
 DURATION, HOLD = 9.0, 4.0  # seconds of the slower side, and of the finish
@@ -81,6 +82,7 @@ def picture(race: Json, theme: str) -> str:
         colour=THEMES[theme],
         width=WIDTH,
         panel=PANEL,
+        margin=MARGIN,
         height=height,
         duration=DURATION,
         hold=HOLD,

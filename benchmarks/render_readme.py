@@ -13,6 +13,7 @@ import json
 import shutil
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -53,7 +54,7 @@ def draw(name: str, plot: plots.Plot) -> None:
 
 
 def models(read: Read) -> Table:
-    """Tokens per forward of `exact` by kind of text, speed and text of the models that were converted."""
+    """A column for each model that was converted: tokens per forward of `exact` by kind of text, speed, quality."""
     kinds = {
         "writing": ("writing",),
         "code": ("coding",),
@@ -74,34 +75,38 @@ def models(read: Read) -> Table:
     share = min(gated["dials"][f"exact {window}"]["all"]["same_as_one_token"] for window in ("chain", "tree"))
     identical = round(share * gated["requests"])
 
-    def line(name: str, conversion: str, *others: str) -> list[str]:
+    def column(name: str, adapter: str, conversion: str, *others: str) -> list[str]:
         chain, tree = (read(conversion)["dials"][f"exact {window}"] for window in ("chain", "tree"))
         by_kind = [next(chain[name] for name in names if name in chain) for names in kinds.values()]
         figures = [*by_kind, chain["all"], tree["all"]]
-        return [name, *(f"{each['tokens_per_forward']:.2f}" for each in figures), *others]
+        return [name, adapter, *(f"{each['tokens_per_forward']:.2f}" for each in figures), *others]
 
-    return [
+    writing, *others = kinds
+    columns = [
         [
-            "exact, tokens per forward",
-            *kinds,
-            "all",
-            "all, in a tree",
-            "speed over one-token at 1 and 128 requests",
-            "text",
+            "",
+            "adapter",
+            f"tokens per forward: {writing}",
+            *(f"… {kind}" for kind in (*others, "all", "all, windows as trees")),
+            "speed over `one-token`",
+            "quality",
         ],
-        line(
-            "SmolLM2-135M-Instruct, built in, gated",
+        column(
+            "SmolLM2-135M-Instruct, built in",
+            "gated",
             "conversion-smollm2-135m-gated",
-            f"{times(speeds[0])}, {times(speeds[1])} ¹",
-            f"{identical} of {gated['requests']} answers identical to one-token's, which is the base model ³",
+            f"{times(speeds[0])} at 1 request, {times(speeds[1])} at 128 ¹",
+            f"the base model's: {identical} of {gated['requests']} answers identical ³",
         ),
-        line(
-            "Qwen2.5-Coder-0.5B-Instruct, merged",
+        column(
+            "Qwen2.5-Coder-0.5B-Instruct",
+            "merged into the weights",
             QWEN,
-            f"–, {times(qwen / plain)} ²",
-            f"that of the trained model, whose six scores fell from {100 * scores[0]:.1f} to {100 * scores[1]:.1f}",
+            f"{times(qwen / plain)} at 128 requests ²",
+            f"average of six benchmarks: {100 * scores[0]:.1f} before, {100 * scores[1]:.1f} after",
         ),
     ]
+    return [list(row) for row in zip(*columns, strict=True)]
 
 
 def race_caption(read: Read) -> str:
@@ -112,13 +117,18 @@ def race_caption(read: Read) -> str:
     )
 
 
-def engine_caption(read: Read) -> str:
+def opening(read: Read) -> str:
+    """What it does, why it is safe and how fast it is."""
     rows = read("engine-h200")["rows"]
-    ratios = [_speed(rows, size, dial="exact") / _speed(rows, size, peer="vllm") for size in SIZES]
+    over_one, over_vllm = (
+        [_speed(rows, size, dial="exact") / _speed(rows, size, **other) for size in SIZES]
+        for other in ({"dial": "one-token"}, {"peer": "vllm"})
+    )
     return _paragraph(
-        f"""*Tokens per second on one H200, vLLM = 1. `exact` writes {min(ratios):.1f} to {max(ratios):.1f} times as
-        many as vLLM in the same run. The built-in model with its former adapter, bfloat16, prompts of Spec-Bench
-        ([results](docs/results.md#the-engine)).*"""
+        f"""Mask tokens behind the text draft the next tokens, and the next forward checks the drafts: with the setting
+        `exact`, a draft is kept only if it is what the model itself writes there. On one H200, with an earlier adapter,
+        this was {min(over_one):.1f} to {max(over_one):.1f} times as fast as one token at a time, and
+        {min(over_vllm):.1f} to {max(over_vllm):.1f} times as fast as vLLM."""
     )
 
 
@@ -172,13 +182,14 @@ def _speed(rows: Sequence[dict[str, Any]], size: int, **who: str) -> float:
 
 
 def _paragraph(text: str) -> str:
-    return " ".join(text.split()) + "\n"
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.fill(" ".join(text.split()), 120, subsequent_indent=indent, break_on_hyphens=False) + "\n"
 
 
 BLOCKS: dict[str, Callable[[Read], str | Table]] = {
     "models": models,
+    "opening": opening,
     "race": race_caption,
-    "engine": engine_caption,
     "bfloat16": bfloat16,
     "ways": ways,
 }

@@ -637,7 +637,8 @@ def test_a_race(page: Page, http: httpx.Client) -> None:
     assert left and right and left["y"] == right["y"] and left["x"] + left["width"] <= right["x"], "not side by side"
     assert page.locator(".turn .dial-used").all_inner_texts() == ["one-token", "exact"]
     assert one == other != ""
-    expect(page.locator(".turn .verdict")).to_have_text(re.compile(r"(as fast|Equally fast within 5%), the same text$"))
+    shown = r"(as fast|Equally fast within 5%|No faster: 1\.\d\d tokens per forward), the same text$"
+    expect(page.locator(".turn .verdict")).to_have_text(re.compile(shown))
     turn(page, http, LOOSE)
     one, other = race(SHORT)
     plain, loose = map(int, figures(page, "forwards"))
@@ -658,7 +659,8 @@ def test_the_sides_of_a_race_run_in_turn(page: Page, server: Address) -> None:
     assert datetime.fromisoformat(first["time"]) <= begun
 
 
-def test_a_race_is_replayed_at_its_pace(page: Page) -> None:
+def test_a_race_is_replayed_at_its_pace(page: Page, http: httpx.Client) -> None:
+    turn(page, http, LOOSE)  # so that most forwards write several tokens, and the ratio is shown
     cut_off(page, 400)
     page.evaluate("""() => {
         window.seen = [];
@@ -693,6 +695,25 @@ def test_a_race_is_replayed_at_its_pace(page: Page) -> None:
     expect(page.locator(".turn .verdict")).to_contain_text(expected)
     assert [float(each) for each in figures(page, "rate")] == pytest.approx(rates, rel=0.01)
     expect(page.locator(".turn .verdict")).to_be_in_viewport()
+
+
+def test_a_side_that_saves_no_forwards_is_not_called_faster(page: Page) -> None:
+    verdicts = page.evaluate(
+        """async () => {
+            const { Answer } = await import("./answer.js");
+            const { RaceView } = await import("./race.js");
+            const side = (dial, forwards, seconds) => Object.assign(new Answer(dial), {
+                pieces: Array.from({ length: forwards }, (_, at) => [at, "a".repeat(20 / forwards), 20 / forwards]),
+                tokens: 20, forwards, seconds, finished: true,
+            });
+            return [20, 10].map((forwards) => {
+                const view = new RaceView({ answers: [side("one-token", 20, 2), side("exact", forwards, 1)] });
+                view.finish();
+                return view.part(".verdict").textContent;
+            });
+        }"""
+    )
+    assert verdicts == ["No faster: 1.00 tokens per forward, the same text", "1.89 times as fast, the same text"]
 
 
 def test_a_replay_can_be_skipped_and_seen_again(page: Page) -> None:

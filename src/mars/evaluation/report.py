@@ -310,12 +310,16 @@ def _same_answers(checkpoint: Checkpoint, dial: str) -> str:
 def _how_fast(bench: Bench, dial: str) -> str:
     """At the smallest and the largest batch size; the fastest peer at the smallest."""
     whole = [row for row in bench.rows if row.category is None]
-    ratios = {row.batch_size: row.ratio_to_one_token for row in whole if row.name == dial}
+    mine = [row for row in whole if row.name == dial]
+    ratios = {row.batch_size: row.ratio_to_one_token for row in mine}
     ends = [(size, ratios[size]) for size in sorted({min(ratios), max(ratios)})]
     times = [
         f"{ratio:.2f} times as fast{' (slower)' * (ratio < 0.995)} at {count(size, 'request')}" for size, ratio in ends
     ]
     said = f"Compared with one-token on {bench.provenance.machine}, {dial} is {_and(times)}"
+    if answers := sum(row.requests for row in mine):
+        same = sum(round(row.same_text * row.requests) for row in mine)
+        said += f", with the same text in {same:,} of {count(answers, 'answer')}"
     if peers := [row for row in whole if row.peer and row.batch_size == min(ratios)]:
         best = max(peers, key=lambda row: row.tokens_per_second)
         who = f"the fastest peer at {count(best.batch_size, 'request')}, {best.name},"

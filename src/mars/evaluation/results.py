@@ -93,6 +93,8 @@ class Speed(BaseModel):
     tokens_per_second: float
     tokens_per_forward: float | None
     ratio_to_one_token: float
+    requests: int = 0
+    same_text: float = 0.0  # of the requests
     category: str | None = None
 
     @property

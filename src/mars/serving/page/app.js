@@ -147,7 +147,7 @@ async function showRecordedRace() {
   const element = $("recorded");
   element.querySelector(".question").textContent = race.prompt;
   element.querySelector(".body").append(...view.elements);
-  element.querySelector(".provenance").textContent = `A recording: ${race.model}, ${dtype}, ${machine}, ${date.slice(0, 10)}. Race to see this machine's own; in int8, the default on a CPU, the gain is smaller.`;
+  element.querySelector(".provenance").textContent = `Recorded with ${race.model} in ${dtype} on ${machine}, ${date.slice(0, 10)}. In int8, its default on a CPU, the gain is smaller.`;
   element.hidden = false;
   if (chat.turns.length) view.finish();
   else view.end();

@@ -50,9 +50,9 @@ function explain(dial) {
   const share = `${+(100 * valueOf(dial)).toPrecision(3)}%`;
   return {
     "one-token": "Writes one token per forward pass: the plain model, for comparison.",
-    exact: "Keeps a guess only if it is the model's own choice: the text of one-token, in fewer forward passes.",
-    relaxed: `Checks every guess, and keeps it if the model finds it at least ${share} as likely as its own first choice.`,
-    threshold: `Believes every guess that is at least ${share} sure, and checks none.`,
+    exact: "Keeps a draft only if it is the model's own choice: the text of one-token, in fewer forward passes.",
+    relaxed: `Checks every draft, and keeps it if the model finds it at least ${share} as likely as its own first choice.`,
+    threshold: `Keeps every draft that is at least ${share} sure, without a check.`,
   }[kindOf(dial)] ?? "";
 }
 

@@ -16,12 +16,16 @@ const isCalm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 /** What a race has shown, from measured times and texts only. */
 function verdict([plain, dialled]) {
   if (!plain.finished || !dialled.finished) return "No verdict: the race was not finished.";
-  return `${compareSpeed(dialled.rate / plain.rate)}, ${compareTexts(plain.text, dialled.text)}`;
+  return `${compareSpeed(dialled.rate / plain.rate, dialled)}, ${compareTexts(plain.text, dialled.text)}`;
 }
 
-function compareSpeed(ratio) {
+/** A forward with drafts costs no less than one without: a side that saves no forwards is faster by chance alone. */
+const savesForwards = ({ tokens, forwards }) => tokens > (1 + EQUAL) * forwards;
+
+function compareSpeed(ratio, dialled) {
   if (Number.isNaN(ratio)) return "Too short to be timed";
   if (Math.abs(ratio - 1) < EQUAL) return "Equally fast within 5%";
+  if (ratio > 1 && !savesForwards(dialled)) return `No faster: ${(dialled.tokens / dialled.forwards).toFixed(2)} tokens per forward`;
   return `${ratio < 1 ? "Slower: " : ""}${ratio.toFixed(2)} times as fast`;
 }
 
@@ -96,7 +100,7 @@ export class RaceView {
   get note() {
     const { answers: [, dialled], ratios } = this.turn; // a recorded race has the ratio of each of its turns
     const timed = ratios ? `The faster of ${ratios.length} turns on each side, timed` : "Timed once,";
-    return `Run in turn, ${dialled.dial} first, so that they did not share the machine. ${timed} from the first token to the last.`;
+    return `One after the other, ${dialled.dial} first. ${timed} from the first token to the last.`;
   }
 
   /** Have the server write both sides, one after the other. */
@@ -146,7 +150,7 @@ export class RaceView {
       this.#drawLane(index, tokens, most, `${Math.min(seconds, answer.seconds).toFixed(1)} s`);
     });
     const ratio = ratioAt(answers, seconds);
-    const isKnown = seconds > RATIO_FROM && ratio > 0 && ratio < Infinity;
+    const isKnown = seconds > RATIO_FROM && ratio > 0 && ratio < Infinity && savesForwards(answers[1]);
     this.part(".verdict").textContent = isKnown ? `${ratio.toFixed(1)} times as fast` : "Go…";
     this.onGrow();
   }
