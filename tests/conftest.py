@@ -90,10 +90,15 @@ def tiny_checkpoint(family: str, seed: int = 0, **changes: object) -> Checkpoint
 
 
 def gated_checkpoint(
-    family: str, dtype: torch.dtype = torch.float32, rank: int = 4, markov: int = 4, seed: int = 0
+    family: str,
+    dtype: torch.dtype = torch.float32,
+    rank: int = 4,
+    markov: int = 4,
+    seed: int = 0,
+    **changes: object,
 ) -> Checkpoint:
     """A tiny model with a random adapter."""
-    base = tiny_checkpoint(family)
+    base = tiny_checkpoint(family, **changes)
     module = base.module.to(dtype)
     torch.manual_seed(seed)
     rows, hidden = module.get_input_embeddings().weight.shape

@@ -33,3 +33,14 @@ def test_compare_decoders(tmp_path: Path) -> None:
 def test_forward_width(tmp_path: Path, chat_model: Path) -> None:
     rows = run("forward_width.py", tmp_path / "out.json", "--widths", "6", "--model", str(chat_model))["rows"]
     assert {(row["weights"], row["width"]) for row in rows} >= {("by columns", 1), ("by columns", 6), ("by rows", 6)}
+
+
+def test_invariant_speed(tmp_path: Path, chat_model: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "abc"}\n{"prompt": "de"}\n')
+    options = ["--model", str(chat_model), "--dtype", "float32", "--prompts", str(prompts), "--requests", "2"]
+    rows = run("invariant_speed.py", tmp_path / "out.json", *options, "--max-new-tokens", "3", "--memory", "1e7")[
+        "rows"
+    ]
+    assert [row["what"] for row in rows] == ["one-token", "exact", "prefill"]
+    assert all(row["best"].keys() == {"as always", "batch-invariant"} for row in rows)

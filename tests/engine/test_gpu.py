@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -71,6 +71,38 @@ def test_compiled_layers_write_the_same() -> None:
     for family in ("llama", "qwen2", "gemma2"):
         expected = [answer.token_ids for answer in Decoder(tiny_checkpoint(family), requests).finish()]
         assert texts(Engine(on_gpu(tiny_checkpoint(family)), max_num_seqs=8, memory=2**24), requests) == expected
+
+
+@pytest.mark.parametrize("make", [tiny_checkpoint, gated_checkpoint], ids=["merged", "gated"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_batch_invariant_steps_write_what_the_plain_decoder_writes(
+    family: str, make: Callable[[str], Checkpoint]
+) -> None:
+    requests = [Request(each, Dial("one-token"), max_new_tokens=24) for each in PROMPTS]
+    expected = [answer.token_ids for answer in Decoder(make(family), requests).finish()]
+    engine = Engine(on_gpu(make(family)), max_num_seqs=8, memory=2**24, cost=wide, batch_invariant=True)
+    assert engine.is_batch_invariant
+    for dial, groups in [("one-token", None), ("exact", 1), ("exact", 4), ("exact", None)]:
+        asked = [replace(each, dial=Dial(dial), block_size=4, mask_groups=groups) for each in requests]
+        assert texts(engine, asked) == expected, (dial, groups)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_in_bfloat16_the_text_does_not_depend_on_the_load(family: str) -> None:
+    """With sampling neighbours, prompts that share their beginning, small chunks, and so few pages that some wait."""
+    checkpoint = on_gpu(gated_checkpoint(family, torch.bfloat16))
+    sampling = [SamplingParams(), SamplingParams(temperature=0.8, seed=3)]
+    prompts = [*PROMPTS, *([*range(10)] * 5 + [index] for index in range(8))]
+    requests = [
+        Request(each, Dial("one-token"), sampling[index % 2], max_new_tokens=40) for index, each in enumerate(prompts)
+    ]
+    alone = Engine(checkpoint, max_num_seqs=1, memory=2**24, cost=wide, batch_invariant=True)
+    expected = [texts(alone, [each])[0] for each in requests]
+    for memory in (2**24, 2**16):
+        engine = Engine(checkpoint, max_num_seqs=8, memory=memory, prefill_tokens=20, cost=wide, batch_invariant=True)
+        for dial, groups in [("one-token", None), ("exact", 1), ("exact", 4), ("exact", None)]:
+            asked = [replace(each, dial=Dial(dial), block_size=4, mask_groups=groups) for each in requests]
+            assert texts(engine, asked) == expected, (dial, groups, memory)
 
 
 FORMS = pytest.mark.parametrize("most_bytes", [0, 2**30], ids=["low-rank", "two-sets"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,24 +70,31 @@ def runners(checkpoint: Checkpoint) -> tuple[Runner, Runner]:
     return made[0], made[1]
 
 
-def logits(runner: Runner, window: Window) -> Tensor:
-    """Of last tokens, drafts and masks; some sequences have fewer drafts than the window has room for."""
-    count = torch.tensor([min(each, window.drafts) for each in (3, 0, 1)], device=DEVICE)
+def fed(runner: Runner, window: Window, sequences: list[tuple[int, int, int, list[int]]]) -> Tensor:
+    """Logits (sequences, width, vocabulary) of sequences given by slot, cursor, last token and drafts."""
+    slots, cursors, last = (torch.tensor([each[part] for each in sequences], device=DEVICE) for part in range(3))
+    count = torch.tensor([len(each[3]) for each in sequences], device=DEVICE)
     windows = build_windows(
         window,
         runner.checkpoint.mask_token_id or 0,
-        last=torch.tensor([1, 4, 7], device=DEVICE),
-        drafts=torch.tensor([[2, 3, 4], [5, 6, 7], [8, 9, 0]], device=DEVICE),
+        last=last,
+        drafts=torch.tensor([[*each[3], *[0] * (3 - len(each[3]))] for each in sequences], device=DEVICE),
         draft_count=count,
         emitted=count < 0,
         groups=torch.full_like(count, window.groups),
         masks=torch.full_like(count, window.masks),
     )
-    slots, cursors = torch.arange(1, 4, device=DEVICE), torch.tensor(CURSORS, device=DEVICE)
     lengths = torch.full_like(cursors, window.width)
     with torch.inference_mode():
         attention = runner._attention(window, slots, cursors, windows.visibility, lengths, None)
-        return runner._forward(windows.tokens, attention)
+        return runner._forward(windows.tokens, attention).unflatten(0, windows.tokens.shape)
+
+
+def logits(runner: Runner, window: Window) -> Tensor:
+    """Some sequences have fewer drafts than the window has room for."""
+    drafts = [[2, 3, 4], [], [8]]
+    ends = zip((1, 2, 3), CURSORS, (1, 4, 7), drafts, strict=True)
+    return fed(runner, window, [(slot, cursor, last, some[: window.drafts]) for slot, cursor, last, some in ends])
 
 
 @pytest.mark.parametrize("window", [Window(), Window.of(2, 4)], ids=str)
@@ -120,6 +129,64 @@ def test_an_engine_writes_what_the_plain_decoder_writes(monkeypatch: pytest.Monk
     engine._runner._invariant = InvariantModel(checkpoint)
     outputs = dict(run(engine, requests))
     assert [outputs[index].token_ids for index in range(len(requests))] == expected
+
+
+WIDE: dict[str, dict[str, object]] = {
+    "llama": {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3},
+    "qwen2": {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2},
+}
+"""Real layers, for a GPU"""
+
+
+def prepared(family: str) -> Checkpoint:
+    """In bfloat16 and wide on a GPU, with weights of a size at which attention does not look at one token alone."""
+    if DEVICE.type != "cuda":
+        return gated_checkpoint(family)
+    checkpoint = gated_checkpoint(family, torch.bfloat16, max_position_embeddings=1024, **WIDE[family])
+    for weight in (*checkpoint.module.parameters(), *checkpoint.adapter.parameters()):
+        weight.data *= 0.2
+    checkpoint.adapter.to(DEVICE)
+    return replace(checkpoint, module=checkpoint.module.to(DEVICE))
+
+
+@pytest.mark.parametrize("seed", range(20 if DEVICE.type == "cuda" else 1))
+@pytest.mark.parametrize("family", WIDE)
+def test_logits_have_the_same_bits_in_any_window_chunk_and_company(
+    family: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token after the other, alone, against drawn chunks of prefill, windows and other sequences."""
+    draw, on_gpu = random.Random(seed), DEVICE.type == "cuda"
+    length, others = (700, draw.choice([0, 1, 4, 39])) if on_gpu else (24, 1)
+    if on_gpu:
+        monkeypatch.undo()  # real layers have parts as they are
+    checkpoint = prepared(family)
+    model, shapes, pages = InvariantModel(checkpoint), layer_shapes(checkpoint), length // 16 + 2
+
+    def fresh(slots: int) -> Runner:
+        state = DeviceState(slots, 3, pages, checkpoint.vocabulary, DEVICE)
+        state.set_pages([(slot, page, pages * slot + page) for slot in range(1, slots + 1) for page in range(pages)])
+        return Runner(checkpoint, state, PagedCache(shapes, pages * (slots + 1), 16, DEVICE), 4, model)
+
+    def drawn(count: int) -> list[int]:
+        return [draw.randrange(10) for _ in range(count)]
+
+    text = drawn(length)
+    alone, together = fresh(1), fresh(1 + others)
+    expected = [fed(alone, Window(), [(1, at, token, [])])[0, 0] for at, token in enumerate(text)]
+    company = [(slot, 0, drawn(draw.randrange(1, length - 8))) for slot in range(2, 2 + others)]
+    at = 0
+    while at < length // 2:
+        chunk = text[at : at + draw.randrange(1, length // 3)]
+        together.prefill([*company, (1, at, chunk)])
+        at += len(chunk)
+    while at < length:
+        window = Window.of(draw.randrange(1, 5), 4) if draw.random() < 0.7 else Window()
+        drafts = text[at + 1 : at + 1 + draw.randrange(window.drafts + 1)]
+        beside = [(slot, len(other), 3, drawn(draw.randrange(window.drafts + 1))) for slot, _, other in company]
+        found = fed(together, window, [*beside, (1, at, text[at], drafts)])[-1]
+        for ahead in range(1 + len(drafts)):
+            assert torch.equal(found[ahead], expected[at + ahead]), (at + ahead, str(window), others)
+        at += 1 + len(drafts)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
