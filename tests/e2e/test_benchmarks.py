@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.conftest import save_chat_model
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -35,10 +37,11 @@ def test_forward_width(tmp_path: Path, chat_model: Path) -> None:
     assert {(row["weights"], row["width"]) for row in rows} >= {("by columns", 1), ("by columns", 6), ("by rows", 6)}
 
 
-def test_invariant_speed(tmp_path: Path, chat_model: Path) -> None:
+def test_invariant_speed(tmp_path: Path) -> None:
+    model = save_chat_model(tmp_path / "model", trained=True)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "abc"}\n{"prompt": "de"}\n')
-    options = ["--model", str(chat_model), "--dtype", "float32", "--prompts", str(prompts), "--requests", "2"]
+    options = ["--model", str(model), "--dtype", "float32", "--prompts", str(prompts), "--requests", "2"]
     rows = run("invariant_speed.py", tmp_path / "out.json", *options, "--max-new-tokens", "3", "--memory", "1e7")[
         "rows"
     ]
