@@ -17,6 +17,7 @@ from mars.core.sequence import Sequence
 from mars.engine.device_state import DeviceState
 from mars.engine.step import GRAMMAR, StepInputs, StepOutputs
 from mars.method.acceptance import Decision, Dial, decide, decide_by, logprobs, written_tokens
+from mars.method.markov import MarkovHead
 from mars.method.sampling import bias_tensor, token_mask
 from mars.method.windows import Window, WindowBatch
 
@@ -78,14 +79,19 @@ def step(vocabulary: int, dtype: torch.dtype) -> tuple[WindowBatch, torch.Tensor
 
 
 def by_torch(
-    windows: WindowBatch, logits: torch.Tensor, inputs: StepInputs, state: DeviceState, allowed: torch.Tensor
+    windows: WindowBatch,
+    logits: torch.Tensor,
+    inputs: StepInputs,
+    state: DeviceState,
+    allowed: torch.Tensor | None = None,
+    head: MarkovHead | None = None,
 ) -> tuple[Decision, torch.Tensor, torch.Tensor]:
     vocabulary = logits.shape[1]
     banned = bias_tensor([SamplingParams()], vocabulary, 1).to(DEVICE)
     sampling = inputs.sampling(banned + state.logit_bias(inputs), token_mask(ENDS, vocabulary).to(DEVICE))
     where = {"positions": state.cursor[inputs.slots], "emitted": state.drafts_emitted[inputs.slots]}
     history = {"seen": state.seen[inputs.slots], "counts": state.counts[inputs.slots]}
-    decision = decide(windows, logits, inputs.dials, sampling, **where, **history, allowed=allowed)
+    decision = decide(windows, logits, inputs.dials, sampling, **where, **history, allowed=allowed, head=head)
     return decision, *logprobs(windows, logits, decision, banned)
 
 
@@ -115,6 +121,21 @@ def test_the_kernel_decides_as_pytorch_does(vocabulary: int, dtype: torch.dtype)
         scores = logits.float()[windows.verified_rows()[index]]
         assert torch.equal(scores.gather(1, found_ids[index]), scores.gather(1, ids[index]))  # equal ones in any order
     assert StepOutputs.of(found, (known, found_ids)).decisions.shape[0] == len(inputs)
+
+
+@pytest.mark.parametrize("is_invariant", [False, True])
+def test_a_mask_follows_the_token_before_it(is_invariant: bool) -> None:
+    windows, logits, inputs, state = step(50, torch.float32)
+    head = MarkovHead(50, 8).to(DEVICE).requires_grad_(False)
+    head.after.normal_()
+    expected, _, _ = by_torch(windows, logits, inputs, state, head=head)
+    ends = token_mask(ENDS, 50).to(DEVICE)
+    choices = KernelChoices(logits, windows.drafts, inputs, state, ends, 1, head, is_invariant)
+    found = decide_by(choices, windows, state.cursor[inputs.slots], state.drafts_emitted[inputs.slots])
+    ahead = torch.arange(found.drafts.shape[1], device=DEVICE) < found.draft_count[:, None]
+    assert ahead.any() and torch.equal(found.drafts[ahead], expected.drafts[ahead])
+    without, _, _ = by_torch(windows, logits, inputs, state)
+    assert not torch.equal(found.drafts[ahead], without.drafts[ahead])
 
 
 COMPILE = """

@@ -265,6 +265,17 @@ def expand(y: Tensor, b: Tensor, sizes: list[int], window: Window, tile: Tile | 
     )
 
 
+@torch.library.custom_op("mars::product", mutates_args=())
+def product_op(x: Tensor, weight: Tensor) -> Tensor:
+    """`product`, for functions that are compiled."""
+    return product(x, weight)
+
+
+@product_op.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(len(x), len(weight))
+
+
 @torch.library.custom_op("mars::two_sets", mutates_args=())
 def two_sets_op(x: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
     """`two_sets` in the window of the step that runs."""

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mars.engine.device_state import DeviceState
-from mars.engine.kernels.products import product
+from mars.engine.kernels import products  # noqa: F401, it defines operators
 from mars.engine.step import BIASED, FLOATS, GRAMMAR, INTEGERS, LOGPROBS, StepInputs
 from mars.method.acceptance import MEASURES, TOP_LOGPROBS
 from mars.method.markov import MarkovHead
@@ -360,7 +360,11 @@ class KernelChoices:
             return self._choose(self.logits, rows, at, accepted)
         logits = self.logits[rows.flatten()]
         first, second = (each.to(logits.dtype) for each in (self.head.before[before.flatten()], self.head.after))
-        logits = logits + product(first, second) if self.is_invariant else torch.addmm(logits, first, second.T)
+        logits = (
+            logits + torch.ops.mars.product(first, second)
+            if self.is_invariant
+            else torch.addmm(logits, first, second.T)
+        )
         return self._choose(logits, torch.arange(len(logits), device=rows.device).view_as(rows), at, accepted)
 
     def logprobs(self, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
