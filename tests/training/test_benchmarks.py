@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -28,16 +29,27 @@ def test_training_speed_of_a_gated_adapter(chat_model: Path, tmp_path: Path) -> 
     assert record["full_time_ratio"] > 0
 
 
-def test_ablations(chat_model: Path, chats: Path, tmp_path: Path) -> None:
+def test_a_leaderboard_goes_on_where_it_was(chat_model: Path, chats: Path, tmp_path: Path) -> None:
     trainer = {"max_steps": 2, "use_cpu": True}
     recipe = small_recipe(chat_model, chats, tmp_path / "run", trainer=trainer, lora={"r": 4})
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-    (tmp_path / "vary.yaml").write_text(
-        "ours:\nlabels: {loss: {labels: 1.0, distill: 0.0}}\nfew: {rows: 3}\nbare: {markov_rank: 0}\n"
-    )
-    record = run("ablations.py", tmp_path / "out.json", str(tmp_path / "recipe.yaml"), str(tmp_path / "vary.yaml"))
-    assert list(record["results"]) == ["ours", "labels", "few", "bare"]
-    assert all(each["B=4"]["tokens_per_forward_chain"] >= 1 for each in record["results"].values())
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc", "category": "up"}\n{"prompt": "fed"}\n')
+    runs, out = tmp_path / "runs.yaml", tmp_path / "out.json"
+    given = [str(tmp_path / "recipe.yaml"), str(runs), f"--prompts={tmp_path / 'prompts.jsonl'}"]
+    given += [f"--work={tmp_path / 'work'}", "--max-new-tokens=4"]
+    runs.write_text("ours:\nbad: {lora: {dropout: 1}}\n")
+    with pytest.raises(AssertionError, match=r"lora\.dropout is not an option"):
+        run("leaderboard.py", out, *given)
+    runs.write_text("ours:\n")
+    first = run("leaderboard.py", out, *given)["runs"]
+    runs.write_text("ours:\nno head: {markov_rank: 0}\n")
+    second = run("leaderboard.py", out, *given)["runs"]
+    assert set(second) == {"ours", "no head"} and second["ours"] == first["ours"]
+    for found in second.values():
+        assert found["scores"].keys() == {"chain", "tree", "chain, temperature 0.7"}
+        assert all(set(each) == {"all", "up"} and each["all"] >= 1 for each in found["scores"].values())
+    config = json.loads((tmp_path / "work/no-head/recipe.json").read_text())
+    assert config["markov_rank"] == 0 and config["lora"] == {"r": 4}
 
 
 def test_conversion(chat_model: Path, tmp_path: Path) -> None:
