@@ -81,7 +81,11 @@ class InvariantModel:
         return attend(query, store, reach=reach, **options, **where).flatten(1)
 
     def _product(self, layer: Joint, x: Tensor, window: Window) -> Tensor:
-        """As `product` leaves it; with a gated adapter, masks have their own."""
+        """As `product` leaves it; with a gated adapter, masks have their own.
+
+        Of the low-rank form only the text's bits are always the same: where the product has parts, masks are rounded
+        once less.
+        """
         parts = num_parts(*layer.weight.shape)
         if window.all_masks and isinstance(layer, TwoSets):
             return product(x, layer.weights, layer.bias, window, parts)
