@@ -1,7 +1,7 @@
 """Compile the batch-invariant kernels for GPUs that are not here: run by a test.
 
-They have to fit, and what one layer may run for other numbers of tokens has to use one kind of tensor core instruction,
-since another kind may sum in another way.
+They have to fit. What one layer runs for other numbers of tokens has to use one kind of tensor core instruction, and to
+divide what it sums among threads in one way, since another may sum in another order.
 """
 
 import re
@@ -32,7 +32,10 @@ EXPANSION |= {"EVEN": True, "PRECISE": False}
 def compile_for(
     capability: int, kernel: Any, constants: dict[str, Any], options: dict[str, Any], parted: bool = False
 ) -> frozenset[str]:
-    """The tensor core instructions of a kernel, whatever their width. ``parted``: does it read parts of a product?"""
+    """The tensor core instructions of a kernel, whatever their width, and the layouts of what it sums.
+
+    ``parted``: does it read parts of a product?
+    """
 
     def type_of(name: str) -> str:
         if name in constants:
@@ -51,9 +54,11 @@ def compile_for(
     assert compiled.asm["cubin"]
     used = compiled.metadata.shared
     assert used <= 1024 * SHARED[capability], f"{kernel.__name__} {constants} takes {used} bytes on {capability}"
+    text = compiled.asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (#.*)$", text, re.MULTILINE))
+    sums = re.findall(r"tt\.reduce.*?\}\) : \(tensor<\S*?, (.*?)>\) ->", text, re.DOTALL)
     found = re.findall(r"w?g?mma\.\S*sync\.\S*(m\d+)n\d+(k\d+)(\S+)", compiled.asm["ptx"])
-    layouts = re.findall(r"nvidia_mma<.*(warpsPerCTA = \[\d, \d\]).*>", compiled.asm["ttgir"])
-    return frozenset(map("".join, found)) | (frozenset(layouts) if kernel is invariant_attention._attend else set())
+    return frozenset(map("".join, found)) | {re.sub(r"#\w+", lambda name: layouts[name[0]], each) for each in sums}
 
 
 def main() -> None:
@@ -67,24 +72,33 @@ def main() -> None:
             constants |= {"ALONE": not parted, "EVEN": True, "BIAS": not parted, "PRECISE": False}
             kinds.add(compile_for(capability, products._two_sets, constants, options))
         assert len(kinds) == 1 and all(kinds), kinds
-        options = {"num_warps": 4, **layers.UNFUSED}
+        stages = invariant_attention.num_stages(torch.bfloat16)
+        options = {"num_warps": 4, "num_stages": stages, **layers.UNFUSED}
         kinds = set()
         for alone, (verified, masks, groups) in product([False, True], [(1, 0, 0), (4, 3, 1), (4, 3, 4), (64, 0, 0)]):
             window = {"WIDTH": verified + masks * groups, "VERIFIED": verified, "MASKS": masks, "ALONE": alone}
             kinds.add(compile_for(capability, invariant_attention._attend, ATTENTION | KEYS | window, options))
         assert len(kinds) == 1 and all(kinds), kinds
+        options["num_stages"] = 3
         compile_for(capability, invariant_attention._combine, ATTENTION | {"WIDTH": 16}, options)
-        for parted in (False, True):
-            parts = {"PARTS": 1 + parted, "BIAS": parted}
-            for kernel, constants in (
-                (products._expand, EXPANSION | {"PARTS": 1 + parted}),
-                (layers._embed, ROW),
-                (layers._add_and_norm, ROW | parts),
-                (layers._activate, {"SIZE": 1536, "BLOCK": 1024} | parts),
-                (layers._rotate_and_store, ROTARY | parts | {"NORMS": parted}),
-            ):
-                compile_for(capability, kernel, constants, options, parted)
-        print(capability, *kinds)
+        for kernel, constants in (
+            (products._expand, EXPANSION),
+            (layers._embed, ROW),
+            (layers._add_and_norm, ROW),
+            (layers._activate, {"SIZE": 1536, "BLOCK": 1024}),
+            (layers._rotate_and_store, ROTARY | {"NORMS": False}),
+            (layers._rotate_and_store, ROTARY | {"NORMS": True}),
+        ):
+            kinds = set()
+            for parted in (False, True):
+                parts = {
+                    name: value
+                    for name, value in {"PARTS": 1 + parted, "BIAS": parted}.items()
+                    if name in kernel.arg_names
+                }
+                kinds.add(compile_for(capability, kernel, constants | parts, options, parted))
+            assert len(kinds) == 1, kinds
+        print(capability, "compiled")
 
 
 if __name__ == "__main__":

@@ -223,23 +223,41 @@ def test_attention_has_the_same_bits_however_it_is_split(name: str, sliding: int
         masks=torch.full_like(count, window.masks),
     )
     table = (torch.randperm(144) + 1).view(3, 48).to(DEVICE)
+    lengths = torch.full_like(count, window.width)
     where = {"slots": torch.arange(3, device=DEVICE), "cursors": torch.tensor(cursors, device=DEVICE)}
     store = tuple(torch.randn(2, 145, 2, 16, 16, device=DEVICE))
     query = torch.randn(3 * window.width, 6, 16, device=DEVICE)
     options = {"positions": built.visibility.position.contiguous(), "reach": built.visibility.reach.contiguous()}
-    options |= {"window": window, "page_table": table, "scale": 0.3, "sliding": sliding} | where
+    options |= {"window": window, "page_table": table, "lengths": lengths, "scale": 0.3, "sliding": sliding} | where
     found = [invariant_attention.attend(query, store, **options, splits=splits) for splits in (1, 2, 7)]
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
     cache = PagedCache([], 0, 16, DEVICE)
     cache.layers = [tuple(each.clone() for each in store)]
-    lengths = torch.zeros(3, dtype=torch.long, device=DEVICE)  # nothing is stored anew
-    windows = PagedWindows(cache, window, table, visibility=built.visibility, lengths=lengths, **where)
+    nothing = torch.zeros_like(lengths)  # is stored anew
+    windows = PagedWindows(cache, window, table, visibility=built.visibility, lengths=nothing, **where)
     query = query.view(3, window.width, 6, 16).transpose(1, 2)
     expected = windows.attend_densely(
         0, query, *query.new_zeros(2, 3, 2, window.width, 16), sliding=sliding, scale=0.3, softcap=None, sinks=None
     )
     torch.testing.assert_close(found[0], expected.flatten(0, 1), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_padding_of_a_chunk_reads_no_pages_behind_the_text(splits: int) -> None:
+    """The last chunk of a text ends in padding, for which the page table has no entries."""
+    window = Window(drafts=15)
+    columns = torch.arange(16, device=DEVICE)[None]
+    pages = torch.tensor([[1, 2, 3, 10**9]], device=DEVICE)  # no such page
+    cursors, lengths, slots = torch.tensor([[40], [5], [0]], device=DEVICE)
+    store = tuple(torch.randn(2, 4, 1, 16, 16, device=DEVICE))
+    query = torch.randn(16, 2, 16, device=DEVICE)
+    where = {"window": window, "slots": slots, "cursors": cursors, "positions": columns, "reach": columns, "scale": 0.3}
+    found = invariant_attention.attend(query, store, page_table=pages[:, :3], lengths=lengths, splits=splits, **where)
+    keys, values = (each[1:, 0].flatten(0, 1) for each in store)
+    for column in range(5):
+        shares = (query[column] @ keys[: 41 + column].T * 0.3).softmax(-1)
+        torch.testing.assert_close(found[column], shares @ values[: 41 + column], atol=1e-5, rtol=1e-5)
 
 
 def test_parts_grow_with_the_text() -> None:

@@ -117,7 +117,9 @@ class Part(nn.Module):
 
 
 def _join(tensors: Sequence[Tensor]) -> nn.Parameter:
-    """Tensors one after the other in memory, each of them now a view of that."""
+    """Tensors one after the other in memory, each of them now a view of that. One alone stays where it is."""
+    if len(tensors) == 1:
+        return nn.Parameter(tensors[0].data, requires_grad=False)
     whole = torch.cat([each.data for each in tensors])
     _share(whole, tensors)
     return nn.Parameter(whole, requires_grad=False)
@@ -196,7 +198,7 @@ class Compiled:
         for block, forward in self._blocks:
             block.forward = forward
         try:
-            with self._in_window(window), torch._dynamo.config.patch(recompile_limit=MOST_VARIANTS):
+            with self._in_window(window):
                 yield
         finally:
             for module, name, _, layer in self._parts:

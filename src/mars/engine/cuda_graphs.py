@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from mars.engine.cache import PagedCache
-from mars.engine.compilation import Compiled, compiled
+from mars.engine.compilation import MOST_VARIANTS, Compiled, compiled
 from mars.engine.device_state import DeviceState
 from mars.engine.runner import Runner
 from mars.engine.step import PADDING_SLOT, PrefillInputs, StepInputs, StepOutputs
@@ -216,7 +216,7 @@ class GraphRunner(Runner):
         if not self._can_capture or time.monotonic() < self._capture_after:
             return None
         applied = nullcontext() if self._model is None else self._model.applied(window)
-        with applied, warnings.catch_warnings():
+        with applied, torch._dynamo.config.patch(recompile_limit=MOST_VARIANTS), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*TensorFloat32.*")
             try:
                 self._stream.wait_stream(torch.cuda.current_stream())

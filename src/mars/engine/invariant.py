@@ -48,6 +48,7 @@ class InvariantModel:
         self._norm = decoder.norm.weight
         self._output: Any = module.get_output_embeddings()
         self._rotary = self._angles(decoder)
+        torch.cuda.empty_cache()  # of what weights were copied from
 
     def forward(self, tokens: Tensor, windows: PagedWindows, *, wants_logits: bool = True) -> Tensor:
         """Logits of all tokens (tokens,) of the windows, whose keys and values go into the cache."""
@@ -71,10 +72,11 @@ class InvariantModel:
             "page_table": windows.page_table,
             "slots": windows.slots,
             "cursors": windows.cursors,
+            "lengths": windows.lengths,
             "positions": windows.visibility.position.contiguous(),
         }
         qkv, bias = self._product(layer.qkv, x, windows.window), layer.qkv.bias
-        shape: dict[str, Any] = {"heads": self._heads, "lengths": windows.lengths, "epsilon": self._epsilon}
+        shape: dict[str, Any] = {"heads": self._heads, "epsilon": self._epsilon}
         query = rotate_and_store(qkv, bias, layer.head_norms, self._rotary, store, **shape, **where)
         reach = windows.visibility.reach.contiguous()
         options: dict[str, Any] = {"window": windows.window, "scale": self._scale, "sliding": layer.sliding}

@@ -40,6 +40,11 @@ def parts_of(length: int) -> int:
     return part
 
 
+def num_stages(dtype: torch.dtype) -> int:
+    """Of `_attend`: of five, the page table takes one, so that keys and values are loaded a block ahead."""
+    return 5 if dtype.itemsize == 2 else 3
+
+
 @triton.jit
 def _merge(most, total, mixed, other_most, other_total, other_mixed):
     """Two softmaxes over different keys as one."""
@@ -92,7 +97,7 @@ def _attend_part(
 
 @triton.jit(do_not_specialize=["splits", "most_parts"])
 def _attend(
-    query, keys, values, table, slots, cursors, reach, positions, out, part_mixed, part_most, part_total,
+    query, keys, values, table, slots, cursors, lengths, reach, positions, out, part_mixed, part_most, part_total,
     scale, table_slot, splits, most_parts,
     HEADS: tl.constexpr, FOLDS: tl.constexpr, WIDTH: tl.constexpr, VERIFIED: tl.constexpr, MASKS: tl.constexpr,
     PAGE: tl.constexpr, SIZE: tl.constexpr, SIZE_UP: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
@@ -112,7 +117,8 @@ def _attend(
     positions += sequence * WIDTH
     position = tl.load(positions + column, mask=real, other=0)
     sees = tl.load(reach + sequence * WIDTH + column, mask=real, other=-1)
-    end = cursor + tl.max(tl.where(real, column, 0)) + 1  # no query sees a key behind its own
+    seen = tl.max(tl.where(real, column, 0)) + 1  # no query sees a key behind its own
+    end = cursor + tl.minimum(seen, tl.load(lengths + sequence))
 
     most = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
@@ -141,7 +147,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=["most_parts"])
 def _combine(
-    part_mixed, part_most, part_total, cursors, out, most_parts,
+    part_mixed, part_most, part_total, cursors, lengths, out, most_parts,
     HEADS: tl.constexpr, FOLDS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, SIZE_UP: tl.constexpr,
     QUERIES: tl.constexpr,
 ):  # fmt: skip
@@ -151,20 +157,23 @@ def _combine(
     column, fold, real = _queries(item, WIDTH, FOLDS)
     dim = tl.arange(0, SIZE_UP)
     inside = real[:, None] & (dim < SIZE)
-    end = tl.where(real, tl.load(cursors + sequence) + column + 1, 0)
+    length = tl.load(lengths + sequence)
+    end = tl.where(real, tl.load(cursors + sequence) + tl.minimum(column + 1, length), 0)
     longest = tl.max(end)
+    count = 0
+    while _part_start(count) < longest:
+        count += 1
     most = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     mixed = tl.zeros([QUERIES, SIZE_UP], tl.float32)
-    part = 0
-    while _part_start(part) < longest:
+    for index in tl.range(0, count, num_stages=4):
+        part = tl.zeros([], tl.int32) + index  # interpreted, it would not be a tensor
         known = _part_start(part) < end
         place = ((sequence * HEADS + head) * most_parts + part).to(tl.int64) * (FOLDS * WIDTH) + item
         other_most = tl.load(part_most + place, mask=known, other=float("-inf"))
         other_total = tl.load(part_total + place, mask=known, other=0.0)
         other_mixed = tl.load(part_mixed + place[:, None] * SIZE + dim, mask=inside & known[:, None], other=0.0)
         most, total, mixed = _merge(most, total, mixed, other_most, other_total, other_mixed)
-        part += 1
     result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
     at = ((sequence * WIDTH + column) * (HEADS * FOLDS) + head * FOLDS + fold) * SIZE
     tl.store(out + at[:, None] + dim, result.to(out.dtype.element_ty), mask=inside)
@@ -178,6 +187,7 @@ def attend(
     page_table: Tensor,
     slots: Tensor,
     cursors: Tensor,
+    lengths: Tensor,
     positions: Tensor,
     reach: Tensor,
     scale: float,
@@ -201,7 +211,7 @@ def attend(
     size_up = max(16, triton.next_power_of_2(size))
     sizes = {"HEADS": shared, "FOLDS": folds, "WIDTH": width, "SIZE": size, "SIZE_UP": size_up}
     _attend[(sequences, shared * tiles, splits)](
-        *(query, keys, values, page_table, slots, cursors, reach, positions, out, *parts),
+        *(query, keys, values, page_table, slots, cursors, lengths, reach, positions, out, *parts),
         *(scale, page_table.stride(0), splits, most_parts),
         **sizes,
         VERIFIED=window.verified,
@@ -212,10 +222,11 @@ def attend(
         SLIDING=sliding or 0,
         PRECISE=query.dtype == torch.float32,
         ALONE=splits == 1,
+        num_stages=num_stages(query.dtype),
         **UNFUSED,
     )
     if splits > 1:
         together = max(1, COMBINED // size_up)
         grid = (sequences, shared, triton.cdiv(folds * width, together))
-        _combine[grid](*parts, cursors, out, most_parts, **sizes, QUERIES=together, **UNFUSED)
+        _combine[grid](*parts, cursors, lengths, out, most_parts, **sizes, QUERIES=together, **UNFUSED)
     return out

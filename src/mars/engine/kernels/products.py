@@ -273,7 +273,7 @@ def product_op(x: Tensor, weight: Tensor) -> Tensor:
 
 @product_op.register_fake
 def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(len(x), len(weight))
+    return x.new_empty(x.shape[0], weight.shape[0])  # len() would make the size static
 
 
 @torch.library.custom_op("mars::two_sets", mutates_args=())
