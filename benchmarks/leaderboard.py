@@ -1,6 +1,6 @@
 """A leaderboard of trainings that differ from a recipe in one thing each, scored by decoding.
 
-    python benchmarks/leaderboard.py recipes/smollm2-135m.yaml recipes/leaderboard.yaml --prompts spec_bench.jsonl \
+    python benchmarks/leaderboard.py recipes/smollm2-135m.yaml benchmarks/leaderboard.yaml --prompts spec_bench.jsonl \
         --work runs/leaderboard --at-once 3 --out results/leaderboard.json
 
 A run is a name and what it changes: options of the recipe's last stage (``streams``, ``loss``, ``trainer``) or of the

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ from mars.reference import Decoder
 from tests.conftest import gated_checkpoint, tiny_checkpoint
 
 pytest.importorskip("triton")
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
 from mars.engine.invariant import InvariantModel
 from mars.engine.kernels import invariant_attention, products
 from mars.engine.kernels.layers import add_and_norm
@@ -49,6 +52,20 @@ def many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     monkeypatch.setattr(products, "LEAST_INPUTS", 16)
     monkeypatch.setattr(products, "inputs_at_once", lambda *_: 16)
+
+
+@pytest.fixture(autouse=True)
+def ordered_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter multiplies through NumPy, whose order of summation may depend on the shape of a tile."""
+    if DEVICE.type == "cuda":
+        return
+
+    def dot(_: object, a: TensorHandle, b: TensorHandle, total: TensorHandle, *__: object) -> TensorHandle:
+        kind = total.data.dtype
+        terms = (a.data[:, i, None].astype(kind) * b.data[None, i].astype(kind) for i in range(a.data.shape[1]))
+        return TensorHandle(sum(terms, np.zeros_like(total.data)) + total.data, total.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
 
 
 def runners(checkpoint: Checkpoint) -> tuple[Runner, Runner]:
