@@ -189,6 +189,7 @@ class Model:
         system: str | None = None,
         stop: str | Sequence[str] | None = None,
         window: str | None = None,
+        lookup: int | None = None,
         block_size: int | None = None,
         sampling: SamplingParams | None = None,
         **sampling_options: Any,
@@ -196,10 +197,11 @@ class Model:
         """Put a prompt and options into a request. None stands for an option's default.
 
         ``dial``: see `mars.method.acceptance`; by default the checkpoint's own. ``max_new_tokens``: 256 by default.
-        ``window``: ``chain``, ``tree`` or ``tree=N``; by default the fastest for the load. ``block_size``: tokens one
-        forward predicts, by default what the model was trained with. ``min_new_tokens``: no end before so many;
-        ``ignore_end``: no end at all. Further options are those of `SamplingParams`: temperature, top_k, top_p, min_p,
-        seed, …
+        ``window``: ``chain``, ``tree`` or ``tree=N``; by default the fastest for the load. ``lookup``: most drafts of
+        `exact` where some come from the text itself; by default the engine decides, or, where ``window`` is given, none
+        come from there. ``block_size``: tokens one forward predicts, by default what the model was trained with.
+        ``min_new_tokens``: no end before so many; ``ignore_end``: no end at all. Further options are those of
+        `SamplingParams`: temperature, top_k, top_p, min_p, seed, …
         """
         if block_size is None:
             block_size = self.settings.block_size if self.settings else 1
@@ -214,6 +216,7 @@ class Model:
             min_new_tokens=0 if min_new_tokens is None else min_new_tokens,
             ignore_end=bool(ignore_end),
             mask_groups=None if window is None else parse_window(window, block_size),
+            lookup=lookup,
         )
 
     def dial(self, dial: str | Dial | None = None) -> Dial:

@@ -25,10 +25,12 @@ from mars.engine.cpu.weights import INT4, INT8, Matrix, quantise
 from mars.engine.run import run
 from mars.engine.step import StepInputs, StepOutputs
 from mars.method.acceptance import Dial
+from mars.method.lookup import MOST_DRAFTS
 from mars.method.visibility import Visibility
 from mars.method.windows import Window
 from mars.models import Checkpoint
 from mars.models.attention import own_attention
+from mars.reference import Decoder
 from tests.conftest import gated_checkpoint, tiny_checkpoint
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
@@ -122,7 +124,7 @@ def test_a_step_in_one_call_decides_what_pytorch_decides(kind: str, data: st.Dat
     state.page_table[:, :4] = torch.arange(len(state.page_table) * 4).view(-1, 4) % 60
     texts = data.draw(st.lists(st.lists(token, min_size=2, max_size=20), min_size=count, max_size=count))
     runner.prefill([(slot, 0, text) for slot, text in zip(slots, texts, strict=True)])
-    drafts = data.draw(st.lists(st.lists(token, max_size=3), min_size=count, max_size=count))
+    drafts = data.draw(st.lists(st.lists(token, max_size=MOST_DRAFTS), min_size=count, max_size=count))
     emitted = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
     masks = st.tuples(st.integers(1, 4), st.integers(1, 3)) | st.just((0, 0))
     windows = [Window(len(each), *data.draw(masks)) for each in drafts]
@@ -182,14 +184,64 @@ def test_exact_writes_what_one_token_alone_writes_at_any_load(form: str, kind: s
             max_new_tokens=40,
             block_size=4,
             mask_groups=(None, 1, 4)[number // 3 % 3],
+            lookup=(None, 6, MOST_DRAFTS, 0)[number % 4],
         )
-        for number in range(12)
+        for number in range(24)
     ]
     alone = [answers(checkpoint, [replace(each, dial=Dial.parse("one-token"))], max_num_seqs=1)[0] for each in requests]
     tight = 20 * PAGE * 8 * 2 * 3 * 2 * 4
-    for options in ({"max_num_seqs": 12}, {"max_num_seqs": 5, "prefill_tokens": 7}, {"memory": tight}):
+    for options in ({"max_num_seqs": 24}, {"max_num_seqs": 5, "prefill_tokens": 7}, {"memory": tight}):
         for cost in (None, lambda count, window: 1.0):  # windows that pay, and what is measured
             assert answers(checkpoint, requests, cost=cost, **options) == alone, options
+
+
+@pytest.mark.parametrize("window", [1, 2, 4])
+def test_looking_up_takes_as_many_forwards_as_in_the_plain_decoder(window: int) -> None:
+    """So the drafts are the same ones; several requests at once, some of which look nothing up."""
+    checkpoint, draw = gated_checkpoint("llama"), random.Random(window)
+    requests = [
+        Request(
+            prompt=[draw.randrange(10) for _ in range(draw.randrange(1, 30))],
+            dial=Dial("exact"),
+            max_new_tokens=60,
+            ignore_end=True,
+            block_size=4,
+            mask_groups=window,
+            lookup=lookup,
+        )
+        for lookup in (0, 2, 7, MOST_DRAFTS, MOST_DRAFTS)
+    ]
+    engine = Engine(checkpoint, max_num_seqs=3)
+    outputs, plain = dict(run(engine, requests)), Decoder(checkpoint, requests).finish()
+    assert [outputs[number].token_ids for number in range(5)] == [answer.token_ids for answer in plain]
+    assert [outputs[number].forwards for number in range(5)] == [answer.forwards for answer in plain]
+    assert plain[4].forwards < 55, "nothing was found: a weak test"
+
+
+@settings(max_examples=20, deadline=None)
+@given(turns=st.lists(st.tuples(st.integers(1, 6), st.sampled_from(["one-token", "exact"])), max_size=6))
+def test_turning_the_dial_leaves_the_text_and_the_state_as_they_are(turns: list[tuple[int, str]]) -> None:
+    checkpoint = gated_checkpoint("llama")
+    request = Request([1, 5, 2, 9], Dial("exact"), max_new_tokens=40, ignore_end=True, block_size=4)
+    engine = Engine(checkpoint, memory=2**21, cost=lambda *_: 1.0)
+    sequence = engine.add_request(request)
+    for steps, dial in turns:
+        for _ in range(steps):
+            engine.step()
+        sequence.set_dial(Dial.parse(dial))
+    while not sequence.is_finished:
+        engine.step()
+    assert sequence.output.token_ids == answers(checkpoint, [replace(request, dial=Dial("one-token"))])[0]
+    engine.check()
+
+
+def test_only_the_compiled_step_looks_drafts_up() -> None:
+    engine = Engine(tiny_checkpoint("gemma"))
+    with pytest.raises(MarsError, match="leave lookup out"):
+        engine.add_request(Request([1], Dial("exact"), block_size=4, lookup=3))
+    for wrong in (-1, MOST_DRAFTS + 1, 1.5):
+        with pytest.raises(MarsError, match="lookup"):
+            Engine(tiny_checkpoint("llama")).add_request(Request([1], Dial("exact"), block_size=4, lookup=wrong))
 
 
 def test_weights_of_four_bits_are_found_and_kept() -> None:

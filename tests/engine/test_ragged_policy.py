@@ -6,7 +6,17 @@ import pytest
 
 from mars.core.request import Request
 from mars.core.sequence import Sequence
-from mars.engine.cpu.policy import HOPE, PROBE, REST, STALE, Calibration, Outlook, RaggedPolicy, StepSeconds
+from mars.engine.cpu.policy import (
+    HOPE,
+    MATCH_PRIOR,
+    PROBE,
+    REST,
+    STALE,
+    Calibration,
+    Outlook,
+    RaggedPolicy,
+    StepSeconds,
+)
 from mars.method.acceptance import Dial
 from mars.method.windows import Window
 from tests.conftest import tiny_checkpoint
@@ -47,13 +57,14 @@ def experienced(policy: RaggedPolicy) -> RaggedPolicy:
 def test_seconds_are_measured(tokens: int) -> None:
     seconds = machine(10.0, 1.0, 3.0, 0.5)
     assert seconds(tokens) == pytest.approx(9.0 + tokens)
-    assert seconds(tokens, 2) == pytest.approx(9.0 + tokens + 3.0 + 1.0)
+    assert seconds(tokens, 3) == pytest.approx(9.0 + tokens + 3)
+    assert seconds(tokens, 3, 2) == pytest.approx(9.0 + tokens + 5 + 3.0 + 1.0)
     assert seconds.slope(tokens) == pytest.approx(1.0) and seconds.mask_price() == pytest.approx(0.5)
 
 
 def test_tokens_are_free_up_to_a_number() -> None:
     seconds = machine(10.0, 1.0, 0.0, 0.0, free=7)
-    assert seconds(8) == pytest.approx(10.0) and seconds.slope(4) == pytest.approx(0.0)
+    assert seconds(8) == pytest.approx(10.0) and seconds.slope(1) == pytest.approx(0.0)
     assert seconds(16) == pytest.approx(18.0) and seconds.slope(8) == pytest.approx(1.0)
 
 
@@ -75,10 +86,21 @@ def test_large_steps_are_measured_when_there_are_many_sequences() -> None:
 def test_seconds_follow_real_steps() -> None:
     seconds = machine(10.0, 1.0, 3.0, 0.5)
     for _ in range(100):
-        seconds.observe(1, 0, 20.0)
-        seconds.observe(4, 3, 38.0)
+        seconds.observe(1, 0, 0, 20.0)
+        seconds.observe(1, 4, 0, 26.0)
+        seconds.observe(1, 0, 3, 38.0)
     assert seconds(1) == pytest.approx(20.0, rel=0.05)
-    assert seconds(4, 3) == pytest.approx(38.0, rel=0.05)
+    assert seconds(1, 4) == pytest.approx(26.0, rel=0.05)
+    assert seconds(1, 0, 3) == pytest.approx(38.0, rel=0.05)
+
+
+def test_single_tokens_that_become_cheaper_make_no_others_cheaper() -> None:
+    """As where memory is read faster than a minute ago, and computing takes what it took."""
+    seconds = machine(10.0, 1.0, 3.0, 0.5)
+    for _ in range(100):
+        seconds.observe(1, 0, 0, 5.0)
+        seconds.observe(1, 4, 0, 9.0)
+    assert seconds(1) == pytest.approx(5.0, rel=0.05) and seconds(1, 4) == pytest.approx(9.0, rel=0.05)
 
 
 def test_single_tokens_are_timed_now_and_then() -> None:
@@ -87,13 +109,12 @@ def test_single_tokens_are_timed_now_and_then() -> None:
     for _ in range(2 * PROBE):
         (window,) = policy.windows([one])
         assert window.masks
-        policy.observe_step([window], 4, policy.seconds(window.width, window.all_masks))
-    before = policy.seconds(4, 3)
+        policy.observe_step([window], 4, policy.seconds(1, window.drafts, window.all_masks))
+    before = policy.seconds(1, 0, 3) - policy.seconds(1)
     assert policy.windows([one]) == [Window()], "nothing else shows what single tokens take"
     policy.observe_step([Window()], 1, 5.0)
-    assert policy.seconds(1) == pytest.approx(10.0 * 0.5**STALE) and policy.seconds(4, 3) == pytest.approx(
-        before, rel=0.1
-    )
+    assert policy.seconds(1) == pytest.approx(10.0 * 0.5**STALE)
+    assert policy.seconds(1, 0, 3) - policy.seconds(1) == pytest.approx(before, rel=0.1)
     assert policy.windows([one])[0].drafts, "one such step is enough"
 
 
@@ -214,3 +235,31 @@ def test_dials_whose_text_depends_on_the_window_get_theirs() -> None:
     policy = RaggedPolicy(4, machine(1.0, 9.0, 9.0, 9.0))
     wanted = [sequence("relaxed=0.5"), sequence("exact", mask_groups=2), sequence("one-token")]
     assert policy.windows(wanted) == [Window.of(1, 4), Window.of(2, 4), Window()]
+
+
+def looked_up(*matches: int) -> Sequence:
+    made = drafted(*(0.95 for match in matches if not match))
+    made.drafts, made.matches = [0] * len(matches), list(matches)
+    return made
+
+
+def test_drafts_that_were_looked_up_are_worth_what_such_drafts_were_worth() -> None:
+    policy = experienced(RaggedPolicy(4, machine(1.0, 0.1, 5.0, 1.0)))
+    for _ in range(100):
+        policy.observe_drafts(looked_up(2, 3, 4), 3, 0)
+        policy.observe_drafts(looked_up(12, 13, 14), 3, 3)
+    assert policy.matches(2) < 0.1 and policy.matches(13) > 0.95
+    assert policy.matches(3) == MATCH_PRIOR, "nothing is learnt of drafts behind one that was not accepted"
+    assert policy.windows([looked_up(12, 13, 14), looked_up(2, 3, 4)]) == [Window(3), Window()]
+    assert policy.windows([looked_up(0, 12, 13), looked_up(0, 2, 3)]) == [Window(3), Window(1)]
+
+
+def test_what_masks_are_worth_is_learnt_from_their_own_drafts() -> None:
+    policy, one = RaggedPolicy(4, machine(1.0, 0.05, 0.4, 0.2)), looked_up(0, 9, 10)
+    one.draft_probabilities = []
+    for _ in range(30):
+        policy.observe_drafts(one, 3, 0)
+    assert policy._outlook(one).after_miss[0] < 0.1 and policy._outlook(one).after_miss[1:] == [HOPE**2, HOPE**3]
+    one.draft_probabilities = [0.9]
+    policy.observe_drafts(one, 3, 3)
+    assert policy.matches(9) > MATCH_PRIOR < policy.matches(10)

@@ -27,7 +27,12 @@ def prompts(rows: int, seed: int = 1, longest: int = 20) -> list[list[int]]:
 
 
 def decode(
-    checkpoint: Checkpoint, rows: list[list[int]], dial: str, block_size: int = 4, window: str = "chain"
+    checkpoint: Checkpoint,
+    rows: list[list[int]],
+    dial: str,
+    block_size: int = 4,
+    window: str = "chain",
+    lookup: int | None = None,
 ) -> list[RequestOutput]:
     requests = [
         Request(
@@ -36,6 +41,7 @@ def decode(
             max_new_tokens=NEW_TOKENS,
             block_size=block_size,
             mask_groups=parse_window(window, block_size),
+            lookup=lookup,
         )
         for row in rows
     ]
@@ -67,9 +73,9 @@ def test_exact_equals_one_token_equals_transformers(family: str) -> None:
     assert [answer.token_ids for answer in decode(checkpoint, ragged, "one-token")] == expected
     several = 0
     for block_size in (2, 4, 8):
-        for window in WINDOWS:
+        for window, lookup in zip(WINDOWS, (0, 5, 15), strict=True):
             for rows in (ragged, ragged[:1]):
-                answers = decode(checkpoint, rows, "exact", block_size, window)
+                answers = decode(checkpoint, rows, "exact", block_size, window, lookup)
                 assert [answer.token_ids for answer in answers] == expected[: len(rows)], (block_size, window)
                 assert all(answer.agreement == 1 for answer in answers)
                 several += sum(answer.num_tokens - answer.forwards for answer in answers)
@@ -81,6 +87,15 @@ def test_wider_trees_need_fewer_forwards() -> None:
     forwards = [sum(a.forwards for a in decode(checkpoint, rows, "exact", window=window)) for window in WINDOWS]
     assert forwards[0] >= forwards[1] >= forwards[2]
     assert forwards[0] > forwards[2]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_drafts_from_the_text_save_forwards(window: str) -> None:
+    """Random models repeat themselves."""
+    checkpoint, rows = tiny_checkpoint("llama"), prompts(7)
+    masks, both = (decode(checkpoint, rows, "exact", window=window, lookup=most) for most in (0, 15))
+    assert [answer.token_ids for answer in masks] == [answer.token_ids for answer in both]
+    assert sum(answer.forwards for answer in both) < 0.9 * sum(answer.forwards for answer in masks)
 
 
 QUESTIONS = [

@@ -46,6 +46,9 @@ def request_options(
         str | None,
         Option(help="chain, tree, or tree=N with N mask groups; default: the fastest here and now."),
     ] = None,
+    lookup: Annotated[
+        int | None, Option(help="Most drafts of exact, the text's own among them; 0: from masks alone.")
+    ] = None,
     system: Annotated[str | None, Option(help="System prompt.")] = None,
     stop: Annotated[
         list[str] | None, Option(metavar="TEXT", help="Text that ends the answer; may be given again.")

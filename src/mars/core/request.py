@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mars.errors import MarsError, require_integer
 from mars.method.acceptance import TOP_LOGPROBS, Dial
+from mars.method.lookup import MOST_DRAFTS
 from mars.method.sampling import SamplingParams
 from mars.models.settings import Settings
 
@@ -61,6 +62,9 @@ class Request:
     mask_groups: int | None = None
     """Of a window, as `mars.method.windows.parse_window` counts them; None: `exact` takes the fastest window of each
     step, the other dials always the same"""
+    lookup: int | None = None
+    """Most drafts from masks and the text together, with the dial `exact`. None: with ``mask_groups``, drafts come from
+    masks alone, otherwise the engine decides"""
     min_new_tokens: int = 0  # no end token before so many others; stop strings still stop
     ignore_end: bool = False  # go on after end tokens
     logprobs: int | None = None
@@ -118,6 +122,10 @@ class Request:
         if self.block_size < least:
             rule = f"block_size must be at least {least} for the dial {dial}"
             raise MarsError(f"{rule}, not {self.block_size}", param="block_size")
+        if self.lookup is not None:
+            require_integer("lookup", self.lookup)
+            if not 0 <= self.lookup <= MOST_DRAFTS:
+                raise MarsError(f"lookup must be 0 (off) to {MOST_DRAFTS} drafts, not {self.lookup}", param="lookup")
         if model.context is not None and len(self.prompt) >= model.context:
             raise ContextLengthError(
                 f"the prompt has {len(self.prompt)} tokens, but {model.name} holds {model.context} together "

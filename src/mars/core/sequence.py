@@ -13,6 +13,7 @@ from mars.core.grammar import GrammarMatcher, grammar_compiler
 from mars.core.output import Logprob, RequestOutput
 from mars.core.request import ModelInfo, Request, default_dial
 from mars.method.acceptance import Dial
+from mars.method.lookup import Lookup
 from mars.method.sampling import SamplingParams
 
 
@@ -39,13 +40,16 @@ class Sequence:
     tokens: list[int]  # prompt and generated text, up to the last token
     drafts: list[int] = field(default_factory=list)
     drafts_emitted: bool = True  # were the drafts emitted already, unchecked?
+    matches: list[int] = field(default_factory=list)  # of drafts some of which were looked up; see `Found`
     cursor: int = 0  # how many of the tokens have their keys and values cached
+    lookup: Lookup | None = None
 
     # What follows is the engine's.
     order: tuple[int, int] = (0, 0)  # priority and number of arrival: the smaller, the sooner it runs
     slot: int | None = None  # its index in the device state; None while it waits
     admissions: int = 0  # how often it was given a slot: results of an earlier admission do not count any more
     awaits_result: bool = False  # its grammar must see the result of its last step before the next one
+    device_drafts: list[int] = field(default_factory=list)  # the drafts as the device has them
     masks: Future[Tensor] | None = None  # what its grammar allows in the next step; another thread computes it
     trusts_masks: bool = False  # did the last step dispatched for it emit predictions of masks unchecked?
     draft_probabilities: list[float] = field(default_factory=list)  # that the masks gave the drafts, if they are known
@@ -120,8 +124,18 @@ class Sequence:
         self.tokens += accepted
         self.cursor = len(self.tokens) - 1
         self.drafts_emitted = not dial.verifies
-        self.drafts = predicted[:trusted] if self.drafts_emitted else predicted
+        self.drafts = self.device_drafts = predicted[:trusted] if self.drafts_emitted else predicted
         return verified
+
+    def look_up(self, most: int) -> None:
+        """Let drafts that wait for `exact` go on as the text does elsewhere, to at most ``most``.
+
+        With other dials what is written would depend on it.
+        """
+        self.matches = []
+        if most and self.dial.kind == "exact" and not self.drafts_emitted and not self.is_finished:
+            self.lookup = self.lookup or Lookup()
+            self.drafts, self.matches = self.lookup.drafts(self.tokens, self.drafts, max(most, len(self.drafts)))
 
     def emit(self, tokens: list[int], agrees: list[bool], logprobs: SequenceOf[Logprob] = ()) -> int:
         """Put one forward's tokens out, up to an end token or the most that may come; returns how many these are.

@@ -53,7 +53,7 @@ class DeviceState:
             [(each.slot or 0, each.cursor, each.tokens[-1], each.drafts, each.drafts_emitted) for each in sequences]
         )
         for each in sequences:
-            slot = each.slot or 0
+            slot, each.device_drafts = each.slot or 0, each.drafts
             if each.sampling.penalises:
                 self.set_token_counts(slot, each.request.prompt, each.tokens[len(each.request.prompt) :])
             if each.sampling.logit_bias:
@@ -81,8 +81,11 @@ class DeviceState:
         self.cursor[slot], self.last[slot], self.draft_count[slot] = values[:, 1], values[:, 2], values[:, 3]
         self.drafts_emitted[slot], self.drafts[slot] = values[:, 4].bool(), values[:, 5:]
 
-    def set_draft_counts(self, slots: SequenceOf[int], counts: SequenceOf[int]) -> None:
-        self.draft_count[slots] = send(counts, self.device)
+    def set_drafts(self, slots: SequenceOf[int], drafts: SequenceOf[SequenceOf[int]]) -> None:
+        """On a CPU."""
+        counts, rows = self.draft_count.numpy(), self.drafts.numpy()  # far quicker than by tensors
+        for slot, each in zip(slots, drafts, strict=True):
+            counts[slot], rows[slot, : len(each)] = len(each), each
 
     def set_pages(self, entries: SequenceOf[tuple[int, int, int]]) -> None:
         """Entries of the page table as (slot, index, page)."""

@@ -26,12 +26,13 @@ from mars.engine.cpu import VECTOR, CpuRunner, RaggedPolicy, StepSeconds, cpu_mo
 from mars.engine.cuda_graphs import GraphRunner
 from mars.engine.device_state import DeviceState
 from mars.engine.pages import Pages
-from mars.engine.policy import Cost, StepCosts, WindowPolicy
+from mars.engine.policy import Cost, StepCosts, WindowPolicy, takes_any_window
 from mars.engine.runner import Runner
 from mars.engine.scheduler import Schedule, Scheduler
 from mars.engine.step import StepInputs, StepOutputs
 from mars.errors import MarsError, require_integer, require_number
 from mars.method.acceptance import Dial
+from mars.method.lookup import MOST_DRAFTS
 from mars.method.windows import Window
 from mars.models.checkpoint import Checkpoint
 from mars.models.support import has_plain_layers, is_llama_like
@@ -108,9 +109,11 @@ class Engine:
         trained = checkpoint.settings.block_size if checkpoint.settings else 1
         self.block_size = max(1, trained if block_size is None else block_size)
         self.dial = default_dial(checkpoint)  # of requests that have none of their own; see `set_dial`
-        self.num_steps = 0  # in which sequences decoded
-        self.num_fed = 0  # tokens that they fed
-        margin = Window.of(self.block_size, self.block_size).width
+        self.num_steps = self.num_fed = 0  # steps in which sequences decoded, and tokens that they fed
+        self._looks_up = cpu is not None and not async_steps and self.block_size > 1
+        """Windows differ, and the host knows the text before the next step: drafts may come from there"""
+        most_drafts = max(self.block_size - 1, MOST_DRAFTS * self._looks_up)
+        margin = Window(most_drafts, self.block_size, self.block_size - 1).width
         least = 1 + -(-(margin + 2) // page_size)  # for a prompt of one token and an answer of one
         if num_pages < least:
             raise MarsError(
@@ -118,9 +121,9 @@ class Engine:
                 f"and {page_bytes} for every {page_size} tokens"
             )
         self._async_steps = int(on_gpu) if async_steps is None else async_steps
-        most = (checkpoint.context or num_pages * page_size) + margin + self._async_steps * self.block_size
-        table = min(num_pages, -(-most // page_size))
-        self._state = DeviceState(max_num_seqs, self.block_size - 1, table, checkpoint.vocabulary, checkpoint.device)
+        text = checkpoint.context or num_pages * page_size
+        table = min(num_pages, -(-(text + margin + self._async_steps * self.block_size) // page_size))
+        self._state = DeviceState(max_num_seqs, most_drafts, table, checkpoint.vocabulary, checkpoint.device)
         if cpu is not None:
             self._runner: Runner = CpuRunner(checkpoint, self._state, cpu, num_pages, self.block_size)
         else:
@@ -168,6 +171,8 @@ class Engine:
         """
         if request.block_size > self.block_size:
             raise MarsError(f"block_size {request.block_size} is more than the engine's {self.block_size}")
+        if request.lookup and not self._looks_up:
+            raise MarsError("only the compiled step on a CPU looks drafts up: leave lookup out", param="lookup")
         return Sequence.of(request, self.checkpoint, self.dial)
 
     def add(self, sequence: Sequence, priority: int = 0) -> None:
@@ -272,7 +277,7 @@ class Engine:
         if isinstance(self.policy, RaggedPolicy):
             windows = self.policy.windows(sequences, host_seconds)
             window = reduce(or_, windows)
-            self._limit_drafts(sequences, windows)
+            self._set_drafts(sequences, windows)
             inputs = inputs.feeding(windows)
         else:
             chosen = self.policy.choose(sequences, host_seconds if self._async_steps else 0.0)
@@ -292,14 +297,16 @@ class Engine:
         self.num_fed += sum(each.width for each in windows)
         return seconds or 0.0
 
-    def _limit_drafts(self, sequences: SequenceOf[Sequence], windows: SequenceOf[Window]) -> None:
-        """Drop drafts that are not worth their verification."""
-        limited = [each for each, window in zip(sequences, windows, strict=True) if len(each.drafts) > window.drafts]
-        if not limited:
-            return
+    def _set_drafts(self, sequences: SequenceOf[Sequence], windows: SequenceOf[Window]) -> None:
+        """Drop drafts that are not worth their verification, and tell the device of those that were looked up."""
+        changed = list[Sequence]()
         for sequence, window in zip(sequences, windows, strict=True):
-            del sequence.drafts[window.drafts :]
-        self._state.set_draft_counts([each.slot or 0 for each in limited], [len(each.drafts) for each in limited])
+            sequence.drafts = sequence.drafts[: window.drafts]
+            if sequence.drafts != sequence.device_drafts:
+                sequence.device_drafts = sequence.drafts
+                changed.append(sequence)
+        if changed:
+            self._state.set_drafts([each.slot or 0 for each in changed], [each.drafts for each in changed])
 
     def _observe(self, windows: SequenceOf[Window], tokens: int, seconds: float) -> None:
         """What a step took that emitted so many tokens."""
@@ -333,6 +340,8 @@ class Engine:
                 verified = verified_now
                 self.policy.observe_drafts(sequence, *verified)
             self.policy.observe_predictions(sequence, known[: len(sequence.drafts)])
+            if self._looks_up:
+                sequence.look_up(self._most_lookup(sequence))
             self.scheduler.cache_pages(sequence)
             moved.append(sequence)
             if sequence.is_finished:
@@ -340,6 +349,11 @@ class Engine:
         if verified is None:
             self.policy.acceptance.decay()
         return waited
+
+    @staticmethod
+    def _most_lookup(sequence: Sequence) -> int:
+        asked = sequence.request.lookup
+        return (MOST_DRAFTS if takes_any_window(sequence) else 0) if asked is None else asked
 
     def _step_inputs(self, batch: Batch) -> StepInputs:
         """Built anew only when the batch or a dial has changed."""
@@ -395,7 +409,8 @@ class Engine:
                 except Exception as error:
                     self.fail(each, error)
                     continue
-                unknown = torch.full((self.block_size - len(known), words), -1, dtype=known.dtype)  # beyond the drafts
+                positions = self._state.drafts.shape[1] + 1
+                unknown = torch.full((positions - len(known), words), -1, dtype=known.dtype)  # beyond the drafts
                 slots.append(each.slot)
                 masks.append(torch.cat([known, unknown]))
                 each.masks, each.awaits_result = None, True

@@ -34,7 +34,7 @@ class Acceptance:
         self._seen = [0.0] * offsets
 
     def observe(self, drafts: int, accepted: int) -> None:
-        for offset in range(min(drafts, accepted + 1)):
+        for offset in range(min(drafts, accepted + 1, len(self._seen))):
             self._seen[offset] = self._seen[offset] * DECAY + 1
             self._accepted[offset] = self._accepted[offset] * DECAY + (offset < accepted)
 
@@ -230,7 +230,7 @@ class WindowPolicy:
         has_drafts = (sequence.drafts and keeps_drafts) or sequence.trusts_masks
         if not has_drafts and (takes_any or not dial.uses_masks):
             return None
-        needed = Window(drafts=block_size - 1) if has_drafts else Window()
+        needed = Window(drafts=max(block_size - 1, len(sequence.drafts))) if has_drafts else Window()
         if dial.uses_masks and not takes_any:
             verifies = dial.verifies or not sequence.drafts_emitted  # drafts made before the dial was turned
             needed |= Window.of(self.groups(sequence) if verifies else 1, block_size)

@@ -15,6 +15,7 @@ from mars.core.request import Request
 from mars.core.sequence import Sequence
 from mars.engine.step import StepOutputs
 from mars.method.acceptance import DialTensors, decide, logprobs
+from mars.method.lookup import MOST_DRAFTS
 from mars.method.sampling import SamplingParams, SamplingTensors, bias_tensor
 from mars.method.tensors import send
 from mars.method.windows import Window, WindowBatch
@@ -72,6 +73,7 @@ class Decoder:
             known = logprobs(windows, logits, decision, send(bias_tensor([SamplingParams()], vocabulary, mask), device))
         for row, dial, result in zip(rows, dials, StepOutputs.of(decision, known).results(wants), strict=True):
             self.sequences[row].process(result, dial)
+            self.sequences[row].look_up(self.sequences[row].request.lookup or 0)
             self._processors[row].update()
 
     def _prefill(self) -> None:
@@ -129,4 +131,4 @@ def feed(checkpoint: Checkpoint, sequences: SequenceOf[Sequence]) -> WindowBatch
 
 def _capacity(sequence: Sequence) -> int:
     """Its text, and the widest tree behind it."""
-    return len(sequence.request.prompt) + sequence.max_tokens + sequence.request.block_size**2
+    return len(sequence.request.prompt) + sequence.max_tokens + sequence.request.block_size**2 + MOST_DRAFTS

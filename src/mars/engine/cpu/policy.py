@@ -12,35 +12,44 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from operator import mul
 from typing import NamedTuple
 
 from mars.core.sequence import Sequence
 from mars.engine.policy import WindowPolicy, takes_any_window
+from mars.method.lookup import LONGEST
 from mars.method.windows import Window
 
 NEWEST = 0.1  # weight of the newest step in what steps cost and bring lately
-STALE = 0.5  # … of a step without masks after many with masks
-PROBE = 64  # steps with masks after which one without them is taken: whether masks pay shows beside it alone
+STALE = 0.5  # … of a step of single tokens after many others
+FADING = 0.01  # … of no news, in each step of single tokens, in what other tokens cost
+SPAN = 7  # fewest tokens over which the price of a token is averaged: single ones are measured too badly
+PROBE = 64  # steps after which one of single tokens is taken: whether others pay shows beside it alone
 MOST_CHANGE = 3.0  # a step counts as at most so many times slower or faster than expected
 FEWEST_MEASURED, MOST_MEASURED = 16, 64  # tokens of the largest step that is timed, by number of sequences
 MEASURE_AGAIN = 600.0  # seconds after which steps are timed again
 BINS = 8  # of the probabilities that masks give to their drafts
 BIN_PRIOR = 4.0  # observations that the middle of a bin counts for
+MATCH_PRIOR = 0.75  # the chance of a draft that was looked up
 HOPE = 0.8  # the chance of a draft of which nothing is known: high enough that masks are tried
 MARGIN = 0.02  # tokens per sequence and step that windows must promise to bring: what they cost is not known better
+CAUTION = 1.2  # times what more tokens seem to cost: those that seem worth it are often those that seem too cheap
 PROMISE = 0.8  # of its worth counts for a draft that is still to be predicted: the text may end before
 LEARNING = 0.25  # weight of the newest drafts in what is expected of a sequence's next ones
-REST = 8  # steps of single tokens after it was found that nothing else pays: finding out takes time too
+REST = 8  # steps of single tokens, or without masks, after it was found that nothing else pays: that takes time too
 FORGETTING = 0.1  # weight of hope, each time that is found: text changes, and masks are tried again some day
-TOO_SLOW = 0.97  # of the speed of single tokens: then there are no masks for a while
+TOO_SLOW = 0.93  # of the speed of single tokens: then there are none but these for a while
 PAUSE = 64  # steps of that while
 
 
 @dataclass(slots=True)
 class StepSeconds:
-    """Seconds of a step by the tokens fed and the masks among them: measured at first need, corrected by real steps."""
+    """Seconds of a step: measured at first need, corrected by real steps.
+
+    What a step of single tokens takes, what further tokens add to that and what masks add besides are corrected one by
+    one: a machine that reads memory faster than a minute ago computes no faster.
+    """
 
     time_step: Callable[[int, Window], float]  # seconds, by sequences and window
     masks: int  # most masks of a group
@@ -49,24 +58,28 @@ class StepSeconds:
     _first_mask: float = 0.0  # what the first mask adds to that
     _next_mask: float = 0.0  # … and each further one
     _until: float = 0.0  # when all of this is measured again
-    _lately: float = 1.0  # what steps took lately over what was measured
-    _masks_lately: float = 1.0  # … those with masks, besides that
-    unseen: int = 0  # steps since the last one without masks
+    _lately: float = 1.0  # what steps of single tokens took lately over what was measured
+    _more_lately: float = 1.0  # … what further tokens added
+    _masks_lately: float = 1.0  # … what masks added to that
+    unseen: int = 0  # steps since the last one of single tokens
 
-    def __call__(self, tokens: int, masks: int = 0) -> float:
-        seconds = self._lately * self._interpolate(tokens)
-        if masks:
-            seconds += self._lately * (self._first_mask + (masks - 1) * self._next_mask)
-            seconds *= self._masks_lately
-        return seconds
+    def __call__(self, sequences: int, drafts: int = 0, masks: int = 0) -> float:
+        return self._lately * self._interpolate(sequences) + sum(self._added(sequences, drafts, masks))
+
+    def _added(self, sequences: int, drafts: int, masks: int) -> tuple[float, float]:
+        """What further tokens add, and what masks add besides."""
+        further = self._interpolate(sequences + drafts + masks) - self._interpolate(sequences)
+        besides = self._first_mask + (masks - 1) * self._next_mask if masks else 0.0
+        return self._more_lately * further, self._masks_lately * besides
 
     def slope(self, tokens: int) -> float:
-        """What a token more costs in a step of so many."""
-        return self._lately * (self._interpolate(2 * tokens) - self._interpolate(tokens)) / tokens
+        """What a token more costs in a step of so many, on the average of the next ones."""
+        more = max(tokens, SPAN)
+        return self._more_lately * (self._interpolate(tokens + more) - self._interpolate(tokens)) / more
 
     def mask_price(self) -> float:
         """What a mask costs more than another token."""
-        return self._lately * self._masks_lately * self._next_mask
+        return self._masks_lately * self._next_mask
 
     @property
     def is_known(self) -> bool:
@@ -86,7 +99,7 @@ class StepSeconds:
             for each in zip(*([self.time_step(*kind) for kind in kinds] for _ in range(self.turns)), strict=True)
         ]
         self._text = list(accumulate(best[: len(sizes)], max))
-        self._lately = self._masks_lately = 1.0
+        self._lately = self._more_lately = self._masks_lately = 1.0
         if self.masks:
             one, several = best[-2] - self._interpolate(2), best[-1] - self._interpolate(1 + self.masks)
             self._next_mask = max(several - one, 0.0) / max(self.masks - 1, 1)
@@ -99,18 +112,24 @@ class StepSeconds:
         low, high = self._text[power : power + 2]
         return low + (high - low) * (tokens / (1 << power) - 1)
 
-    def observe(self, tokens: int, masks: int, seconds: float) -> None:
-        change = seconds / max(self(tokens, masks), 1e-9)
-        change = min(max(change, 1 / MOST_CHANGE), MOST_CHANGE)
-        if masks:
-            self._masks_lately *= change**NEWEST
-            self.unseen += 1
-        else:
-            weight = NEWEST if self.unseen < PROBE else STALE
-            self._lately *= change**weight
-            self._masks_lately *= change ** (NEWEST - weight)  # what is known of steps with masks stays
-            self._masks_lately **= 1 - NEWEST / 10  # not seen for long: they may have become cheaper
+    def observe(self, sequences: int, drafts: int, masks: int, seconds: float) -> None:
+        base = self._lately * self._interpolate(sequences)
+        if not drafts and not masks:
+            self._lately *= _change(seconds, base) ** (NEWEST if self.unseen < PROBE else STALE)
+            self._more_lately **= 1 - FADING  # not seen for long: they may have become cheaper
+            self._masks_lately **= 1 - FADING
             self.unseen = 0
+            return
+        self.unseen += 1
+        further, besides = self._added(sequences, drafts, masks)
+        if masks:
+            self._masks_lately *= _change(seconds - base - further, besides) ** NEWEST
+        else:
+            self._more_lately *= _change(seconds - base, further) ** NEWEST
+
+
+def _change(seconds: float, expected: float) -> float:
+    return min(max(seconds / max(expected, 1e-9), 1 / MOST_CHANGE), MOST_CHANGE)
 
 
 class Calibration:
@@ -132,6 +151,21 @@ class Calibration:
     @staticmethod
     def _bin(probability: float) -> int:
         return min(int(probability * BINS), BINS - 1)
+
+
+class MatchCalibration:
+    """How often drafts that were looked up are accepted after so many matching tokens, if those before them were."""
+
+    def __init__(self) -> None:
+        self._accepted = [BIN_PRIOR * MATCH_PRIOR] * (LONGEST + 1)
+        self._seen = [BIN_PRIOR] * (LONGEST + 1)
+
+    def __call__(self, match: int) -> float:
+        return self._accepted[match] / self._seen[match]
+
+    def observe(self, match: int, accepted: bool) -> None:
+        self._seen[match] += 1
+        self._accepted[match] += accepted
 
 
 class Outlook:
@@ -168,8 +202,8 @@ class Plan(NamedTuple):
     """Windows of all sequences, and what is expected of them."""
 
     windows: list[Window]
-    tokens: int  # fed
-    masks: int  # among them
+    drafts: int
+    masks: int
     gain: float  # tokens emitted and, less their price, promised
 
 
@@ -177,15 +211,21 @@ class RaggedPolicy(WindowPolicy):
     """Chooses a window for each sequence of a step."""
 
     def __init__(self, block_size: int, seconds: StepSeconds) -> None:
-        super().__init__(block_size, 1, lambda sequences, window: seconds(sequences * window.width, window.all_masks))
+        super().__init__(block_size, 1, self._seconds_of)
         self.seconds = seconds
         self.calibration = Calibration()
+        self.matches = MatchCalibration()
         self._usual = Outlook(block_size - 1)  # of a sequence of which nothing is known yet
         self._speed = 1.0  # tokens per second lately, in terms of single tokens
-        self._pause = 0  # steps left without masks
-        self._rest = 0  # … of single tokens
+        self._pause = 0  # steps left of single tokens, since others were slower
+        self._rest = 0  # … since nothing else seemed to pay
+        self._mask_rest = 0  # steps left without masks, since these did not seem to pay
+        self._price = 0.0  # of a token more in a step of single tokens, in terms of tokens
         self._host = 0.0  # seconds of a step besides its forward
         self._has_choice = True  # in the last step: did any sequence take any window?
+
+    def _seconds_of(self, sequences: int, window: Window) -> float:
+        return self.seconds(sequences, sequences * window.drafts, sequences * window.all_masks)
 
     def windows(self, sequences: SequenceOf[Sequence], host_seconds: float = 0.0) -> list[Window]:
         """``host_seconds``: what a step takes besides its forward, whatever is fed."""
@@ -194,30 +234,48 @@ class RaggedPolicy(WindowPolicy):
         self._has_choice = None in needed
         if not self._has_choice:
             return [each or Window() for each in needed]
-        if self._rest and not any(each.drafts for each in sequences):
+        if self._rest and not any(map(self._is_promising, sequences)):
             self._rest -= 1
+            self._mask_rest = max(self._mask_rest - 1, 0)
             return [each or Window() for each in needed]
         self.seconds.measure(len(sequences))
-        if self.seconds.unseen >= PROBE * (2 if any(each.drafts for each in sequences) else 1):
+        if self._pause or self.seconds.unseen >= PROBE * (2 if any(each.drafts for each in sequences) else 1):
             return [each or Window() for each in needed]
         rate = max(self._speed, 1.0) * len(sequences) / (self.seconds(len(sequences)) + self._host)
         """Tokens per second that the time of this step would bring otherwise"""
-        least = sum(1 if each is None else each.width for each in needed)
-        price = rate * self.seconds.slope(least)
-        plans = [self._plan(sequences, needed, price, rate * self.seconds.mask_price(), masks=False)]
-        if not self._pause:
-            for _ in range(2):  # the second time with the price at what the first plan feeds
-                plans.append(self._plan(sequences, needed, price, rate * self.seconds.mask_price(), masks=True))
-                price = rate * self.seconds.slope(plans[-1].tokens)
-        worth = [plan.gain - rate * (self.seconds(plan.tokens, plan.masks) - self.seconds(least)) for plan in plans]
+        least = [each for each in needed if each is not None]
+        fewest = sum(each.drafts for each in least), sum(each.all_masks for each in least)
+        rate *= CAUTION
+        price = self._price = rate * self.seconds.slope(len(sequences) + sum(fewest))
+        chances = [self._survival(each) for each in sequences]
+        plans = [self._plan(sequences, needed, chances, factor * price) for factor in (1.0, 2.0, 4.0)]
+        weighs_masks = not self._mask_rest
+        if weighs_masks:
+            more = rate * self.seconds.mask_price()
+            plans.append(self._plan(sequences, needed, chances, price, more))
+            if plans[-1].masks:  # once more, with the price at what that feeds
+                price = rate * self.seconds.slope(len(sequences) + plans[-1].drafts + plans[-1].masks)
+                plans.append(self._plan(sequences, needed, chances, price, more))
+        else:
+            self._mask_rest -= 1
+        without = self.seconds(len(sequences), *fewest)
+        worth = [plan.gain - rate * (self.seconds(len(sequences), plan.drafts, plan.masks) - without) for plan in plans]
         best = max(range(len(plans)), key=worth.__getitem__)
         pays = worth[best] > MARGIN * len(sequences)
         windows = plans[best].windows if pays else [each or Window() for each in needed]
         self._rest = 0 if pays else REST
-        for sequence, window, given in zip(sequences, windows, needed, strict=True):
-            if given is None and not window.masks:
-                self._outlook(sequence).forget()
+        if weighs_masks:
+            self._mask_rest = 0 if pays and plans[best].masks else REST
+            for sequence, window, given in zip(sequences, windows, needed, strict=True):
+                if given is None and not window.masks:
+                    self._outlook(sequence).forget()
         return windows
+
+    def _is_promising(self, sequence: Sequence) -> bool:
+        """Are there drafts that may pay?"""
+        if sequence.matches and sequence.matches[0]:
+            return self.matches(sequence.matches[0]) > self._price
+        return bool(sequence.drafts)
 
     def _fixed(self, sequence: Sequence) -> Window | None:
         """The window of a sequence that cannot have any."""
@@ -231,25 +289,34 @@ class RaggedPolicy(WindowPolicy):
         self,
         sequences: SequenceOf[Sequence],
         needed: SequenceOf[Window | None],
+        chances: SequenceOf[list[float]],
         price: float,
-        more: float,
-        *,
-        masks: bool,
+        more: float | None = None,
     ) -> Plan:
-        """The best windows if a token costs ``price`` and a mask ``more`` than that, both in terms of tokens."""
+        """The best windows if a token costs ``price`` and a mask ``more`` than that, both in terms of tokens.
+
+        ``more``: None for no masks.
+        """
         windows, gain = list[Window](), 0.0
-        for sequence, given in zip(sequences, needed, strict=True):
-            window, worth = (given, 0.0) if given is not None else self._best(sequence, price, more, masks)
+        for sequence, given, survival in zip(sequences, needed, chances, strict=True):
+            if given is not None:
+                window, worth = given, 0.0
+            elif more is None:
+                accepted = list(takewhile(price.__lt__, survival))
+                window, worth = Window(len(accepted)), sum(accepted)
+            else:
+                window, worth = self._best(sequence, survival, price, more)
             windows.append(window)
             gain += worth
-        return Plan(windows, sum(each.width for each in windows), sum(each.all_masks for each in windows), gain)
+        return Plan(windows, sum(each.drafts for each in windows), sum(each.all_masks for each in windows), gain)
 
-    def _best(self, sequence: Sequence, price: float, more: float, masks: bool) -> tuple[Window, float]:
+    def _best(self, sequence: Sequence, survival: list[float], price: float, more: float) -> tuple[Window, float]:
         """The window with the most tokens for the sequence, less what it costs; with what it brings."""
-        outlook, most = self._outlook(sequence), sequence.request.block_size - 1 if masks else 0
-        chances = [1.0, *self._survival(sequence)]
+        outlook, most = self._outlook(sequence), sequence.request.block_size - 1
         best, chosen, brings, emitted = 0.0, Window(), 0.0, 0.0
-        for drafts, chance in enumerate(chances):
+        for drafts, chance in enumerate([1.0, *survival]):
+            if drafts and chance <= price:
+                break
             emitted += chance if drafts else 0.0
             worth = emitted - drafts * price
             if worth > best:
@@ -260,7 +327,7 @@ class RaggedPolicy(WindowPolicy):
                 for offset in range(most):
                     adds = chance * max(behind_all[offset] - price, 0.0)
                     if early:
-                        adds += (1.0 - chances[1]) * max(outlook.after_miss[offset] - price, 0.0)
+                        adds += (1.0 - survival[0]) * max(outlook.after_miss[offset] - price, 0.0)
                     adds *= PROMISE
                     if adds <= costs:
                         break
@@ -272,10 +339,23 @@ class RaggedPolicy(WindowPolicy):
 
     def _survival(self, sequence: Sequence) -> list[float]:
         """For each draft, the chance that it and all before it are accepted."""
+        survival = self._predicted_survival(sequence)
+        if sequence.matches:
+            survival = survival[: sequence.matches.count(0)]
+            chance = survival[-1] if survival else 1.0
+            for match in sequence.matches[len(survival) :]:
+                chance *= self.matches(match)
+                if chance <= self._price:  # none of the rest will be fed
+                    break
+                survival.append(chance)
+        return survival[: len(sequence.drafts)]
+
+    def _predicted_survival(self, sequence: Sequence) -> list[float]:
+        """The same of what masks predicted."""
         if sequence.draft_probabilities:
             return list(accumulate(map(self.calibration, sequence.draft_probabilities), mul))
         outlook = self._outlook(sequence)
-        return (outlook.after_hit if outlook.drafted_after_hit else outlook.after_miss)[: len(sequence.drafts)]
+        return outlook.after_hit if outlook.drafted_after_hit else outlook.after_miss
 
     def _outlook(self, sequence: Sequence) -> Outlook:
         if sequence.outlook is None:
@@ -285,11 +365,14 @@ class RaggedPolicy(WindowPolicy):
 
     def observe_drafts(self, sequence: Sequence, drafts: int, accepted: int) -> None:
         super().observe_drafts(sequence, drafts, accepted)
-        for offset, probability in enumerate(sequence.draft_probabilities[: min(drafts, accepted + 1)]):
+        predicted = min(drafts, sequence.matches.count(0) if sequence.matches else drafts)
+        for offset, probability in enumerate(sequence.draft_probabilities[: min(predicted, accepted + 1)]):
             self.calibration.observe(probability, offset < accepted)
+        for offset in range(predicted, min(drafts, accepted + 1)):
+            self.matches.observe(sequence.matches[offset], offset < accepted)
         outlook = self._outlook(sequence)
         if not sequence.draft_probabilities:
-            self._learn(outlook, [float(offset < accepted) for offset in range(drafts)], outlook.drafted_after_hit)
+            self._learn(outlook, [float(offset < accepted) for offset in range(predicted)], outlook.drafted_after_hit)
         outlook.is_hit = accepted == drafts
 
     def observe_predictions(self, sequence: Sequence, probabilities: list[float]) -> None:
@@ -300,7 +383,7 @@ class RaggedPolicy(WindowPolicy):
         outlook = self._outlook(sequence)
         outlook.drafted_after_hit, outlook.is_hit = outlook.is_hit, False
         if probabilities:
-            self._learn(outlook, self._survival(sequence), outlook.drafted_after_hit)
+            self._learn(outlook, self._predicted_survival(sequence), outlook.drafted_after_hit)
 
     def _learn(self, outlook: Outlook, survival: SequenceOf[float], after_hit: bool) -> None:
         outlook.learn(survival, after_hit, LEARNING)
@@ -310,11 +393,11 @@ class RaggedPolicy(WindowPolicy):
         """What a step took that emitted so many tokens; of no use while all write one token at a time."""
         if not self.seconds.is_known:
             return
-        fed, masks = sum(each.width for each in windows), sum(each.all_masks for each in windows)
-        self.seconds.observe(fed, masks, seconds)
-        if self._has_choice and fed > len(windows):
+        drafts, masks = sum(each.drafts for each in windows), sum(each.all_masks for each in windows)
+        self.seconds.observe(len(windows), drafts, masks, seconds)
+        if self._has_choice and drafts + masks:
             speed = tokens / (seconds + self._host) * (self.seconds(len(windows)) + self._host) / len(windows)
-            self._speed += NEWEST / 2 * (min(speed, MOST_CHANGE) - self._speed)
+            self._speed += NEWEST / 4 * (min(speed, MOST_CHANGE) - self._speed)
         self._pause = max(self._pause - 1, 0)
         if self._speed < TOO_SLOW:
             self._speed, self._pause = 1.0, PAUSE
