@@ -53,6 +53,14 @@ def decode(model: mars.Model, prompts: Sequence[Any], batch: int, **options: Any
     return answers
 
 
+def with_words(name: str) -> dict[str, Any]:
+    """Options of a request from a dial and the words behind it: ``exact tree lookup=15``."""
+    dial, *words = name.split()
+    drafts = [int(word.removeprefix("lookup=")) for word in words if word.startswith("lookup=")]
+    window = next((word for word in words if not word.startswith("lookup=")), "chain")
+    return {"dial": dial, "window": window, "lookup": drafts[0] if drafts else None}
+
+
 def summary(answers: Sequence[RequestOutput]) -> dict[str, float]:
     tokens, forwards = (sum(getattr(each, name) for each in answers) for name in ("num_tokens", "forwards"))
     verified, agreed = (sum(getattr(each, name) for each in answers) for name in ("num_verified", "num_agreed"))
@@ -126,7 +134,7 @@ def main() -> None:
     parser.add_argument("--adapter")
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--texts", help="chats for the loss of base and model")
-    parser.add_argument("--dials", nargs="+", default=list(DIALS), help='a dial, and a window behind it: "exact tree"')
+    parser.add_argument("--dials", nargs="+", default=list(DIALS), help='such as "exact tree lookup=15"')
     parser.add_argument("--generate", action="store_true", help="compare with transformers' generate of the base")
     parser.add_argument("--block-size", type=int)
     parser.add_argument("--max-new-tokens", type=int, default=256)
@@ -141,9 +149,8 @@ def main() -> None:
     record: dict[str, Any] = {"options": asked, "requests": len(prompts), "dials": {}}
     answers: dict[str, list[RequestOutput]] = {}
     for name in options.dials:
-        dial, _, window = name.partition(" ")
         arguments = {"block_size": options.block_size} if options.block_size else {}
-        arguments |= {"dial": dial, "window": window or "chain", "max_new_tokens": options.max_new_tokens}
+        arguments |= with_words(name) | {"max_new_tokens": options.max_new_tokens}
         answers[name] = decode(model, prompts, options.batch, **arguments)
         groups: dict[str, list[RequestOutput]] = defaultdict(list)
         for category, answer in zip(categories, answers[name], strict=True):

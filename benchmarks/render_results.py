@@ -59,8 +59,11 @@ def conversion(read: Read) -> Table:
         return f"{count} of {requests}"
 
     def rows() -> Iterator[list[str]]:
-        for name in list(merged["dials"])[1:]:  # without one-token
-            row = [name.replace(" ", ", ")]
+        names = dict.fromkeys((*gated["dials"], *merged["dials"]))
+        for name in sorted(names, key=lambda name: not name.startswith("exact")):
+            if name == "one-token":
+                continue
+            row = [name.replace(" lookup=15", ", drafts from the text too").replace(" ", ", ", 1)]
             for found in (gated, *others):
                 mine = found["dials"].get(name, {}).get("all")
                 row += [f"{mine['tokens_per_forward']:.2f}", f"{mine['agreement']:.3f}"] if mine else ["", ""]
