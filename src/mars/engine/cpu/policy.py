@@ -231,45 +231,62 @@ class RaggedPolicy(WindowPolicy):
         """``host_seconds``: what a step takes besides its forward, whatever is fed."""
         self._host = host_seconds
         needed = [self._fixed(each) for each in sequences]
+        least = [each or Window() for each in needed]
         self._has_choice = None in needed
-        if not self._has_choice:
-            return [each or Window() for each in needed]
-        if self._rest and not any(map(self._is_promising, sequences)):
-            self._rest -= 1
-            self._mask_rest = max(self._mask_rest - 1, 0)
-            return [each or Window() for each in needed]
+        if not self._has_choice or self._rests(sequences):
+            return least
         self.seconds.measure(len(sequences))
         if self._pause or self.seconds.unseen >= PROBE * (2 if any(each.drafts for each in sequences) else 1):
-            return [each or Window() for each in needed]
+            return least
         rate = max(self._speed, 1.0) * len(sequences) / (self.seconds(len(sequences)) + self._host)
-        """Tokens per second that the time of this step would bring otherwise"""
-        least = [each for each in needed if each is not None]
+        rate *= CAUTION  # tokens per second that the time of this step would bring otherwise
         fewest = sum(each.drafts for each in least), sum(each.all_masks for each in least)
-        rate *= CAUTION
-        price = self._price = rate * self.seconds.slope(len(sequences) + sum(fewest))
+        without = self.seconds(len(sequences), *fewest)
+
+        def worth(plan: Plan) -> float:
+            return plan.gain - rate * (self.seconds(len(sequences), plan.drafts, plan.masks) - without)
+
+        weighs_masks = not self._mask_rest
+        best = max(self._plans(sequences, needed, rate, sum(fewest), masks=weighs_masks), key=worth)
+        pays = worth(best) > MARGIN * len(sequences)
+        windows = best.windows if pays else least
+        self._rest = 0 if pays else REST
+        self._mask_rest = max(self._mask_rest - 1, 0)
+        if weighs_masks:
+            self._mask_rest = 0 if pays and best.masks else REST
+            for sequence, window, given in zip(sequences, windows, needed, strict=True):
+                if given is None and not window.masks:
+                    self._outlook(sequence).forget()
+        return windows
+
+    def _rests(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Was it found lately that nothing pays, and is there nothing new?"""
+        if not self._rest or any(map(self._is_promising, sequences)):
+            return False
+        self._rest -= 1
+        self._mask_rest = max(self._mask_rest - 1, 0)
+        return True
+
+    def _plans(
+        self,
+        sequences: SequenceOf[Sequence],
+        needed: SequenceOf[Window | None],
+        rate: float,
+        fewest: int,
+        *,
+        masks: bool,
+    ) -> list[Plan]:
+        """What may be best where the time of a step brings ``rate`` and ``fewest`` further tokens have to be fed."""
+        price = self._price = rate * self.seconds.slope(len(sequences) + fewest)
         chances = [self._survival(each) for each in sequences]
         plans = [self._plan(sequences, needed, chances, factor * price) for factor in (1.0, 2.0, 4.0)]
-        weighs_masks = not self._mask_rest
-        if weighs_masks:
+        if masks:
             more = rate * self.seconds.mask_price()
             plans.append(self._plan(sequences, needed, chances, price, more))
             if plans[-1].masks:  # once more, with the price at what that feeds
                 price = rate * self.seconds.slope(len(sequences) + plans[-1].drafts + plans[-1].masks)
                 plans.append(self._plan(sequences, needed, chances, price, more))
-        else:
-            self._mask_rest -= 1
-        without = self.seconds(len(sequences), *fewest)
-        worth = [plan.gain - rate * (self.seconds(len(sequences), plan.drafts, plan.masks) - without) for plan in plans]
-        best = max(range(len(plans)), key=worth.__getitem__)
-        pays = worth[best] > MARGIN * len(sequences)
-        windows = plans[best].windows if pays else [each or Window() for each in needed]
-        self._rest = 0 if pays else REST
-        if weighs_masks:
-            self._mask_rest = 0 if pays and plans[best].masks else REST
-            for sequence, window, given in zip(sequences, windows, needed, strict=True):
-                if given is None and not window.masks:
-                    self._outlook(sequence).forget()
-        return windows
+        return plans
 
     def _is_promising(self, sequence: Sequence) -> bool:
         """Are there drafts that may pay?"""
