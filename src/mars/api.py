@@ -61,16 +61,19 @@ def load(
     max_num_seqs: int = 64,
     memory: int | float | None = None,
     batch_invariant: bool = False,
+    lookup: bool | None = None,
 ) -> Model:
     """Load a hub id, a local folder, a local GGUF file, an adapter folder, or the built-in ``smollm2-135m``.
 
     ``max_num_seqs`` requests are decoded together; ``memory`` is what their keys and values may take: bytes, or on a
     GPU a share of what is free. ``batch_invariant``: on a GPU, run kernels whose bits do not depend on the other
-    requests; the compiled step on a CPU always does.
+    requests; the compiled step on a CPU always does. ``lookup``: draft from the text itself, too; by default with the
+    compiled step alone.
     """
     require_integer("max_num_seqs", max_num_seqs, 1)
     checkpoint = load_checkpoint(name, adapter=adapter, device=device, dtype=dtype)
-    return Model(checkpoint, max_num_seqs=max_num_seqs, memory=memory, batch_invariant=batch_invariant)
+    options: dict[str, Any] = {"batch_invariant": batch_invariant, "lookup": lookup}
+    return Model(checkpoint, max_num_seqs=max_num_seqs, memory=memory, **options)
 
 
 class Model:
@@ -86,6 +89,7 @@ class Model:
         max_num_seqs: int = 64,
         memory: int | float | None = None,
         batch_invariant: bool = False,
+        lookup: bool | None = None,
     ) -> None:
         require_integer("max_num_seqs", max_num_seqs, 1)
         cache_bytes(memory, checkpoint.device)  # raises if it makes no sense
@@ -94,6 +98,7 @@ class Model:
             "max_num_seqs": max_num_seqs,
             "memory": memory,
             "batch_invariant": batch_invariant,
+            "lookup": lookup,
         }
         self._making = threading.Lock()
         self._shared: SharedEngine | None = None

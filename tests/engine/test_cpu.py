@@ -237,7 +237,7 @@ def test_turning_the_dial_leaves_the_text_and_the_state_as_they_are(turns: list[
 
 def test_only_the_compiled_step_looks_drafts_up() -> None:
     engine = Engine(tiny_checkpoint("gemma"))
-    with pytest.raises(MarsError, match="leave lookup out"):
+    with pytest.raises(MarsError, match="compiled step"):
         engine.add_request(Request([1], Dial("exact"), block_size=4, lookup=3))
     for wrong in (-1, MOST_DRAFTS + 1, 1.5):
         with pytest.raises(MarsError, match="lookup"):

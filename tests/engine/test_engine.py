@@ -139,10 +139,13 @@ arrivals = st.builds(
     st.integers(1, 20),
     st.sampled_from([WIDE, 0.05, 10]),
     st.integers(0, 2),
+    st.booleans(),
 )
-def test_any_schedule_gives_the_plain_text(schedule, pages, num_seqs, prefill_tokens, price, async_steps) -> None:
+def test_any_schedule_gives_the_plain_text(
+    schedule, pages, num_seqs, prefill_tokens, price, async_steps, lookup
+) -> None:
     """With few pages there are preemptions, with few sequences there is a queue."""
-    mine = engine(pages, num_seqs, price, prefill_tokens=prefill_tokens, async_steps=async_steps)
+    mine = engine(pages, num_seqs, price, prefill_tokens=prefill_tokens, async_steps=async_steps, lookup=lookup)
     sequences: dict[int, Sequence] = {}
     for now in range(5000):
         for index, arrival in enumerate(schedule):
@@ -185,6 +188,16 @@ def test_turning_the_dial_midway_is_turning_it_in_the_plain_decoder(request_, tu
         for each in (ours, theirs):
             each.set_dial(Dial.parse(dial))
     assert ours.output.finish_reason == theirs.output.finish_reason
+
+
+@pytest.mark.parametrize("async_steps", [0, 1])
+def test_drafts_from_the_text_save_forwards(async_steps: int) -> None:
+    """Random models repeat themselves; the device looks up, the host is told."""
+    wanted = [ask(start, length=60, ignore_end=True) for start in range(6)]
+    masks, both = (finish(engine(lookup=lookup, async_steps=async_steps), wanted) for lookup in (False, True))
+    assert [answer.token_ids for answer in masks] == [answer.token_ids for answer in both]
+    assert sum(answer.forwards for answer in both) < sum(answer.forwards for answer in masks)
+    assert max(count for answer in both for count in answer.steps) > 4, "no window had more drafts than masks make"
 
 
 @pytest.mark.parametrize("window", ["chain", "tree=2", "tree"])

@@ -73,6 +73,30 @@ def test_compiled_layers_write_the_same() -> None:
         assert texts(Engine(on_gpu(tiny_checkpoint(family)), max_num_seqs=8, memory=2**24), requests) == expected
 
 
+@pytest.mark.parametrize("how", ["eager", "compiled"])  # the fixture reads it
+def test_the_device_looks_drafts_up(how: str) -> None:
+    dials = [("exact", None, {}), ("exact", 1, {}), ("threshold=0.3", None, {}), ("exact", None, {"seed": 3})]
+    requests = [
+        Request(
+            prompt,
+            Dial.parse(dial),
+            SamplingParams(temperature=0.8 * bool(seed), **seed),
+            max_new_tokens=40,
+            ignore_end=True,
+            block_size=4,
+            mask_groups=groups,
+        )
+        for prompt in PROMPTS
+        for dial, groups, seed in dials
+    ]
+    expected = [answer.token_ids for answer in Decoder(gated_checkpoint("llama"), requests).finish()]
+    engines = [
+        Engine(on_gpu(gated_checkpoint("llama")), memory=2**24, cost=wide, lookup=each) for each in (False, True)
+    ]
+    assert [texts(engine, requests) for engine in engines] == [expected, expected]
+    assert engines[1].num_steps < engines[0].num_steps
+
+
 @pytest.mark.parametrize("make", [tiny_checkpoint, gated_checkpoint], ids=["merged", "gated"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_batch_invariant_steps_write_what_the_plain_decoder_writes(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars.method.lookup import KEY, LONGEST, REACH, Lookup
+from mars.method.lookup import KEY, LONGEST, REACH, Lookup, look_up
 
 tokens = st.lists(st.integers(0, 3), max_size=40)
 
@@ -58,3 +59,23 @@ def test_examples(text: list[int], predicted: list[int], drafts: list[int], matc
     found = Lookup().drafts(text, predicted, 15)
     assert (found.drafts[: len(drafts)], found.matches[: len(matches)]) == (drafts, matches)
     assert len(found.matches) in (0, len(found.drafts)) and bool(found.matches) == bool(matches)
+
+
+@given(st.lists(tokens, min_size=1, max_size=4), st.data())
+def test_several_texts_at_once_on_the_device(texts: list[list[int]], data: st.DataObject) -> None:
+    """The same drafts; where the match is short, the device drafts more of them."""
+    most, room = 7, 48
+    masks = data.draw(st.integers(0, 3))
+    predicted = [data.draw(st.lists(st.integers(0, 3), max_size=masks)) for _ in texts]
+    rows = torch.tensor([[*text, *[9] * (room - len(text))] for text in texts])
+    found, count = look_up(
+        rows,
+        torch.tensor([len(text) for text in texts]),
+        torch.tensor([[*each, *[8] * (masks - len(each))] for each in predicted]).view(len(texts), masks).long(),
+        torch.tensor([len(each) for each in predicted]),
+        most,
+    )
+    for text, own, drafts, real in zip(texts, predicted, found.tolist(), count.tolist(), strict=True):
+        expected, matches = Lookup().drafts(text, own, most)
+        assert drafts[: len(expected)] == expected
+        assert real == (most if matches else len(own))

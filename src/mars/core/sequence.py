@@ -99,6 +99,12 @@ class Sequence:
         """How many tokens may still be generated."""
         return self.max_tokens - self.output.num_tokens
 
+    @property
+    def looks_up(self) -> bool:
+        """May drafts come from the text? With other dials than `exact`, what is written would depend on it."""
+        asked = self.request.lookup
+        return self.dial.kind == "exact" and (self.request.mask_groups is None if asked is None else asked > 0)
+
     def set_dial(self, dial: Dial) -> None:
         """Turn the dial of this sequence alone, as far as its request can follow."""
         self.dial = self.request.follow(dial)
@@ -128,12 +134,9 @@ class Sequence:
         return verified
 
     def look_up(self, most: int) -> None:
-        """Let drafts that wait for `exact` go on as the text does elsewhere, to at most ``most``.
-
-        With other dials what is written would depend on it.
-        """
+        """Let drafts that wait for their verification go on as the text does elsewhere, to at most ``most``."""
         self.matches = []
-        if most and self.dial.kind == "exact" and not self.drafts_emitted and not self.is_finished:
+        if most and self.looks_up and not self.drafts_emitted and not self.is_finished:
             self.lookup = self.lookup or Lookup()
             self.drafts, self.matches = self.lookup.drafts(self.tokens, self.drafts, max(most, len(self.drafts)))
 

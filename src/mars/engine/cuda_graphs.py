@@ -97,9 +97,11 @@ class GraphRunner(Runner):
         )
         emitted = state.drafts_emitted[inputs.slots]
         decision = decide_by(choices, windows, state.cursor[inputs.slots], emitted)
-        state.advance(inputs, windows.drafts, decision)
         written = written_tokens(windows.drafts, decision)
-        return StepOutputs.of(decision, choices.logprobs(windows.verified_rows(), written))
+        known = choices.logprobs(windows.verified_rows(), written)
+        decision = state.look_up(inputs, windows.drafts, decision)
+        state.advance(inputs, windows.drafts, decision)
+        return StepOutputs.of(decision, known)
 
     @torch.inference_mode()
     def step(self, inputs: StepInputs, window: Window, longest: int) -> StepOutputs:
@@ -167,7 +169,7 @@ class GraphRunner(Runner):
     def time_step(self, num_seqs: int, window: Window) -> float:
         """By the device's own clock, with `CONTEXT` tokens cached."""
         assert self.cache is not None
-        room = self.state.page_table.shape[1] * self.cache.page_size - self.windows[-1].width
+        room = self.state.page_table.shape[1] * self.cache.page_size - max(each.width for each in self.windows)
         inputs = StepInputs.padding(num_seqs, self.block_size, self.checkpoint.vocabulary)
         self.state.put([(PADDING_SLOT, min(CONTEXT, room), 0, [], True)])
         self.step(inputs, window, room)

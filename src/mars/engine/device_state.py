@@ -12,16 +12,22 @@ from torch import Tensor
 
 from mars.core.grammar import BITS, unpack
 from mars.core.sequence import Sequence
-from mars.engine.step import BIASED, PADDING_SLOT, StepInputs
-from mars.method.acceptance import Decision, kept_tokens
+from mars.engine.step import BIASED, LOOKUP, PADDING_SLOT, StepInputs
+from mars.method.acceptance import Decision, kept_tokens, written_tokens
+from mars.method.lookup import look_up
 from mars.method.sampling import bias_tensor
 from mars.method.tensors import send
 from mars.method.windows import Window, WindowBatch, build_windows
 
 
 class DeviceState:
-    def __init__(self, slots: int, drafts: int, pages: int, vocabulary: int, device: torch.device) -> None:
-        """For ``slots`` sequences with at most ``drafts`` drafts and ``pages`` pages each."""
+    def __init__(
+        self, slots: int, drafts: int, pages: int, vocabulary: int, device: torch.device, text: int = 0
+    ) -> None:
+        """For ``slots`` sequences with at most ``drafts`` drafts and ``pages`` pages each.
+
+        ``text``: most tokens of a sequence's text, if drafts are to be looked up in it here.
+        """
         self.slots = slots
         self.vocabulary = vocabulary
         self.cursor, self.last, self.draft_count = (
@@ -30,6 +36,7 @@ class DeviceState:
         self.drafts_emitted = torch.ones(slots + 1, dtype=torch.bool, device=device)
         self.drafts = torch.zeros(slots + 1, drafts, dtype=torch.long, device=device)
         self.page_table = torch.zeros(slots + 1, pages, dtype=torch.long, device=device)
+        self.text = torch.zeros(slots + 1 if text else 0, text, dtype=torch.int32, device=device)
         self._masked: set[int] = set()  # slots with a grammar mask
         words = -(-vocabulary // BITS)
         rows = slots + 1 if device.type == "cuda" else 0  # captured graphs read them: they cannot come later
@@ -54,6 +61,8 @@ class DeviceState:
         )
         for each in sequences:
             slot, each.device_drafts = each.slot or 0, each.drafts
+            if len(self.text):
+                self.text[slot, : len(each.tokens)] = send(torch.tensor(each.tokens, dtype=torch.int32), self.device)
             if each.sampling.penalises:
                 self.set_token_counts(slot, each.request.prompt, each.tokens[len(each.request.prompt) :])
             if each.sampling.logit_bias:
@@ -140,6 +149,19 @@ class DeviceState:
         """(sequences, vocabulary): none for sequences whose slot had one before."""
         biased = (inputs.options & BIASED) != 0
         return torch.where(biased[:, None], self.bias[inputs.slots], 0.0)
+
+    def look_up(self, inputs: StepInputs, drafts: Tensor, decision: Decision) -> Decision:
+        """Let the new drafts go on as the text does elsewhere, where that is kept and a sequence wants it."""
+        if not len(self.text):
+            return decision
+        slots, cursors = inputs.slots, self.cursor[inputs.slots]
+        written, accepted = written_tokens(drafts, decision), decision.accepted
+        steps = torch.arange(written.shape[1], device=self.device).minimum(accepted[:, None])
+        self.text[slots[:, None], cursors[:, None] + 1 + steps] = written.int()
+        length = torch.where((inputs.options & LOOKUP) != 0, cursors + accepted + 2, 0)
+        most = self.drafts.shape[1]
+        found, count = look_up(self.text[slots].long(), length, decision.drafts, decision.draft_count, most)
+        return Decision(accepted, decision.agrees, decision.token, found, count, decision.trusted)
 
     def advance(self, inputs: StepInputs, drafts: Tensor, decision: Decision) -> None:
         """Move the cursors over what was accepted, and set up what is fed next."""

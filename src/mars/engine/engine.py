@@ -26,7 +26,7 @@ from mars.engine.cpu import VECTOR, CpuRunner, RaggedPolicy, StepSeconds, cpu_mo
 from mars.engine.cuda_graphs import GraphRunner
 from mars.engine.device_state import DeviceState
 from mars.engine.pages import Pages
-from mars.engine.policy import Cost, StepCosts, WindowPolicy, takes_any_window
+from mars.engine.policy import Cost, StepCosts, WindowPolicy
 from mars.engine.runner import Runner
 from mars.engine.scheduler import Schedule, Scheduler
 from mars.engine.step import StepInputs, StepOutputs
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from mars.engine.invariant import InvariantModel
 
 PAGE_SIZE = 16
+WIDE_DRAFTS = 7  # of a window with what was looked up, where all sequences have one window
 CPU_MEMORY = 2 * 2**30
 GPU_SHARE = 0.5
 MASK_SECONDS = 0.002
@@ -80,6 +81,7 @@ class Engine:
         async_steps: int | None = None,
         cost: Cost | None = None,
         batch_invariant: bool = False,
+        lookup: bool | None = None,
     ) -> None:
         """``max_num_seqs`` run at once. ``memory`` for keys and values: bytes, or a share of what the device has free.
 
@@ -88,6 +90,7 @@ class Engine:
         be ahead of the host by ``async_steps``: one on a GPU, which then never waits. ``cost``: seconds of a step by
         number of sequences and window; measured, if it is not given. ``batch_invariant``: on a GPU, run kernels whose
         bits do not depend on the other requests, if there are some for this model; see `is_batch_invariant`.
+        ``lookup``: draft from the text itself, too; by default with the compiled step on a CPU alone.
         """
         on_gpu = checkpoint.device.type == "cuda"
         prefill_tokens = (2048 if on_gpu else 512) if prefill_tokens is None else prefill_tokens
@@ -98,8 +101,7 @@ class Engine:
         available = cache_bytes(memory, checkpoint.device)
         cpu = cpu_model(checkpoint, page_size)
         shapes = layer_shapes(checkpoint) if cpu is None else cpu.shapes
-        page_bytes = page_size * sum(each.bytes_per_token for each in shapes)
-        num_pages = available // page_bytes
+        num_pages = available // (page_bytes := page_size * sum(each.bytes_per_token for each in shapes))
         self.checkpoint = checkpoint
         self.weight_bytes = cpu.weight_bytes if cpu else sum(each.nbytes for each in checkpoint.module.parameters())
         """What a step of single tokens reads, besides keys and values"""
@@ -110,9 +112,10 @@ class Engine:
         self.block_size = max(1, trained if block_size is None else block_size)
         self.dial = default_dial(checkpoint)  # of requests that have none of their own; see `set_dial`
         self.num_steps = self.num_fed = 0  # steps in which sequences decoded, and tokens that they fed
-        self._looks_up = cpu is not None and not async_steps and self.block_size > 1
-        """Windows differ, and the host knows the text before the next step: drafts may come from there"""
-        most_drafts = max(self.block_size - 1, MOST_DRAFTS * self._looks_up)
+        self._looks_up = cpu is not None and not async_steps and self.block_size > 1 and lookup is not False
+        """Windows differ, and the host knows the text before the next step: it looks drafts up, not the device"""
+        keeps_text = bool(lookup) and not self._looks_up and self.block_size > 1
+        most_drafts = max(self.block_size - 1, MOST_DRAFTS * self._looks_up, WIDE_DRAFTS * keeps_text)
         margin = Window(most_drafts, self.block_size, self.block_size - 1).width
         least = 1 + -(-(margin + 2) // page_size)  # for a prompt of one token and an answer of one
         if num_pages < least:
@@ -123,7 +126,10 @@ class Engine:
         self._async_steps = int(on_gpu) if async_steps is None else async_steps
         text = checkpoint.context or num_pages * page_size
         table = min(num_pages, -(-(text + margin + self._async_steps * self.block_size) // page_size))
-        self._state = DeviceState(max_num_seqs, most_drafts, table, checkpoint.vocabulary, checkpoint.device)
+        self._state = DeviceState(
+            *(max_num_seqs, most_drafts, table, checkpoint.vocabulary, checkpoint.device),
+            text=table * page_size * keeps_text,
+        )
         if cpu is not None:
             self._runner: Runner = CpuRunner(checkpoint, self._state, cpu, num_pages, self.block_size)
         else:
@@ -154,7 +160,8 @@ class Engine:
             return RaggedPolicy(self.block_size, StepSeconds(cost or self._runner.time_step, self.block_size - 1))
         on_gpu = self.checkpoint.device.type == "cuda"
         default_groups = self.block_size if on_gpu else 1  # on a GPU, width costs little
-        return WindowPolicy(self.block_size, default_groups, cost or self._costs, explores=self._observes_costs)
+        drafts, explores = WIDE_DRAFTS * bool(len(self._state.text)), self._observes_costs
+        return WindowPolicy(self.block_size, default_groups, cost or self._costs, explores=explores, most_drafts=drafts)
 
     # --- requests
 
@@ -172,7 +179,7 @@ class Engine:
         if request.block_size > self.block_size:
             raise MarsError(f"block_size {request.block_size} is more than the engine's {self.block_size}")
         if request.lookup and not self._looks_up:
-            raise MarsError("only the compiled step on a CPU looks drafts up: leave lookup out", param="lookup")
+            raise MarsError("lookup takes a number with the compiled step on a CPU alone: leave it out", param="lookup")
         return Sequence.of(request, self.checkpoint, self.dial)
 
     def add(self, sequence: Sequence, priority: int = 0) -> None:
@@ -328,7 +335,8 @@ class Engine:
         probabilities = step.outputs.draft_probabilities()
         if step.seconds is not None:
             self._observe(step.windows, len(results) + sum(each.accepted for each in results), step.seconds)
-        for (sequence, admission, dial), result, known in zip(step.batch, results, probabilities, strict=True):
+        moves = zip(step.batch, step.windows, results, probabilities, strict=True)
+        for (sequence, admission, dial), window, result, known in moves:
             if sequence.slot is None or sequence.admissions != admission:
                 continue
             try:
@@ -338,10 +346,13 @@ class Engine:
                 continue
             if verified_now:
                 verified = verified_now
+                if len(self._state.text):  # where there were fewer drafts than room, the rest count as not accepted
+                    verified = (window.drafts, verified[1])
                 self.policy.observe_drafts(sequence, *verified)
             self.policy.observe_predictions(sequence, known[: len(sequence.drafts)])
             if self._looks_up:
-                sequence.look_up(self._most_lookup(sequence))
+                asked = sequence.request.lookup
+                sequence.look_up(MOST_DRAFTS if asked is None else asked)
             self.scheduler.cache_pages(sequence)
             moved.append(sequence)
             if sequence.is_finished:
@@ -349,11 +360,6 @@ class Engine:
         if verified is None:
             self.policy.acceptance.decay()
         return waited
-
-    @staticmethod
-    def _most_lookup(sequence: Sequence) -> int:
-        asked = sequence.request.lookup
-        return (MOST_DRAFTS if takes_any_window(sequence) else 0) if asked is None else asked
 
     def _step_inputs(self, batch: Batch) -> StepInputs:
         """Built anew only when the batch or a dial has changed."""

@@ -136,7 +136,7 @@ def tokens_per_forward(window: Window, rates: SequenceOf[float]) -> float:
     """
     if not window.groups:
         return 1.0
-    rates = rates[: window.masks]
+    rates = rates[: window.drafts]
     ends = [before - after for before, after in zip([1.0, *rates], [*rates, 0.0], strict=True)]
     drafted_again = ends[-1] + sum(ends[: min(window.groups - 1, len(rates))])
     with_drafts = 1 / (2 - drafted_again)
@@ -151,12 +151,16 @@ def fastest(candidates: SequenceOf[Window], rates: SequenceOf[float], num_seqs: 
 class WindowPolicy:
     """Chooses the window of each step."""
 
-    def __init__(self, block_size: int, default_groups: int, cost: Cost, *, explores: bool = False) -> None:
+    def __init__(
+        self, block_size: int, default_groups: int, cost: Cost, *, explores: bool = False, most_drafts: int = 0
+    ) -> None:
         """``default_groups``: mask groups of requests that name none and whose text depends on the window.
 
         ``explores``: try a chain now and then while single tokens seem faster, for costs that are kept up to date.
+        ``most_drafts``: of a window with what was looked up, if that is more than masks draft.
         """
-        self.acceptance = Acceptance(block_size - 1)
+        self.acceptance = Acceptance(max(block_size - 1, most_drafts))
+        self._most_drafts = most_drafts
         self._default_groups = default_groups
         self._cost = cost
         self._explores = explores
@@ -179,6 +183,8 @@ class WindowPolicy:
         if free < 2:
             return needed
         candidates = [needed, *(needed | Window.of(groups, free) for groups in range(1, free + 1))]
+        if self._most_drafts:
+            candidates += [each | Window(self._most_drafts) for each in candidates[1:]]
 
         def cost(num_seqs: int, window: Window) -> float:
             return max(self._cost(num_seqs, window), host_seconds)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,6 +48,8 @@ class Runner:
         self.block_size = block_size
         self.windows = [Window(), *(Window.of(groups, block_size) for groups in range(1, block_size + 1))]
         """All shapes that steps ordinarily have"""
+        if len(state.text):
+            self.windows += [replace(each, drafts=state.drafts.shape[1]) for each in self.windows[1:]]
         vocabulary = checkpoint.vocabulary
         self._uses_kernel = cache is not None and cache.is_even and checkpoint.device.type == "cuda"
         self._ends = send(token_mask(checkpoint.end_tokens, vocabulary), checkpoint.device)
@@ -128,8 +131,10 @@ class Runner:
             head=self._head,
             **state.options(inputs, windows.drafts.shape[1] + 1),
         )
+        known = logprobs(windows, logits, decision, self._bias) if features.logprobs else None
+        decision = state.look_up(inputs, windows.drafts, decision)
         state.advance(inputs, windows.drafts, decision)
-        return StepOutputs.of(decision, logprobs(windows, logits, decision, self._bias) if features.logprobs else None)
+        return StepOutputs.of(decision, known)
 
     def _attention(
         self,

@@ -19,7 +19,12 @@ INTEGERS = ("slot", "verifies", "groups", "masks", "measure", "options", *Sampli
 FLOATS = ("tolerance", "trust", *SamplingTensors.FLOATS)
 
 
-BIASED, GRAMMAR, LOGPROBS = 1, 2, 4  # what a sequence needs that no other value tells: bits of its ``options``
+BIASED, GRAMMAR, LOGPROBS, LOOKUP = (
+    1,
+    2,
+    4,
+    8,
+)  # what a sequence needs that no other value tells: bits of its ``options``
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,8 @@ class StepInputs:
                 *(each.slot or PADDING_SLOT, each.dial, each.sampling, count, each.request.block_size, vocabulary),
                 BIASED * bool(each.sampling.logit_bias)
                 + GRAMMAR * (each.matcher is not None)
-                + LOGPROBS * (each.request.logprobs is not None),
+                + LOGPROBS * (each.request.logprobs is not None)
+                + LOOKUP * each.looks_up,
             )
             for each, count in zip(sequences, groups, strict=True)
         ]

@@ -7,6 +7,9 @@ drafts of masks come first, as many of them as lead to something that can be loo
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 MOST_DRAFTS = 15  # that a window may have
 KEY = 2  # tokens that are looked up
 REACH = 3  # drafts for each token that matches
@@ -65,3 +68,33 @@ def _match(text: Sequence[int], drafts: Sequence[int], place: int) -> int:
             break
         match += 1
     return match
+
+
+def look_up(text: Tensor, length: Tensor, predicted: Tensor, count: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """The same for several texts at once, on the device: ``most`` drafts (texts, most), and how many of them are real.
+
+    ``text`` (texts, room) has ``length`` (texts,) tokens in each row, behind which masks have ``predicted`` (texts,
+    masks) the first ``count``. Where something is found, all drafts are real, whatever the match.
+    """
+    kept = torch.arange(predicted.shape[1] + 1, device=text.device)
+    last = (length[:, None] - KEY + torch.arange(KEY, device=text.device)).clamp(min=0)
+    ending = torch.cat([text.gather(1, last), predicted], 1)[:, :, None]
+    index = torch.arange(KEY, text.shape[1], device=text.device)
+    first, second = text[:, None, :-KEY], text[:, None, 1 : 1 - KEY]
+    occurs = (first == ending[:, :-1]) & (second == ending[:, 1:]) & (index < length[:, None, None])
+    place = (occurs * index).amax(
+        2
+    )  # (texts, masks + 1): where the text goes on behind so many predictions; 0: nowhere
+    usable = (place > 0) & (kept <= count[:, None]) & (length >= KEY)[:, None]
+    best = (usable * (kept + 1)).amax(1)[:, None] - 1  # -1: none
+    behind = best.clamp(min=0)
+    start = place.gather(1, behind)
+
+    columns = torch.arange(most, device=text.device).expand(len(text), -1)
+    source = start + (columns - behind).clamp(min=0) % (length[:, None] + behind - start).clamp(min=1)
+    within = text.gather(1, source.clamp(max=text.shape[1] - 1))
+    own = torch.nn.functional.pad(predicted, (0, most - predicted.shape[1]))
+    beyond = own.gather(1, (source - length[:, None]).clamp(0, most - 1))
+    copied = torch.where(source < length[:, None], within, beyond)
+    drafts = torch.where((best < 0) | (columns < behind), own, copied)
+    return drafts, torch.where(best[:, 0] < 0, count, most)
