@@ -1,12 +1,12 @@
-"""One-token and `exact` on a CPU in int8; one-token in other forms, through PyTorch, and in llama.cpp.
+"""One-token and `exact` on a CPU in int8 and bfloat16; one-token in float32, through PyTorch, and in llama.cpp.
 
     python benchmarks/cpu_speed.py --prompts spec_bench.jsonl [--turns 3] [--max-new-tokens 128] [--out FILE.json]
 
 All decoders are loaded at once and work in turns; the best of the turns counts for each. Within a turn, one-token and
-`exact` answer each prompt one after the other: a virtual machine may change its speed in between. llama.cpp takes part
-if llama-cpp-python is installed: greedy, with the same prompts as tokens, on the GGUF file that the model comes from.
-What `exact` has learnt of costs and chances is kept from turn to turn, as in a server. Nothing else should run on the
-machine.
+`exact`, with drafts from the text and without, answer each prompt one after the other: a virtual machine may change its
+speed in between. llama.cpp takes part if llama-cpp-python is installed: greedy, with the same prompts as tokens, on the
+GGUF file that the model comes from. What `exact` has learnt of costs and chances is kept from turn to turn, as in a
+server. Nothing else should run on the machine.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ LISTS = [
     "Write the alphabet, one letter per line.",
     "List the first twenty even numbers.",
 ]
+MASKS_ALONE = "exact lookup=0"
 CHATS = ("writing", "roleplay", "humanities", "stem")
 OTHER_PAGES = 32  # pages of another size than the compiled step's: the engine runs through PyTorch
 
@@ -84,8 +85,15 @@ def with_engine(engine: Engine) -> Decode:
     def decode(prompts: Sequence[list[int]], max_new_tokens: int, dial: str) -> Measured:
         engine.clear_prefix_cache()
         block_size = engine.block_size
+        name, *words = dial.split()
         requests = [
-            Request(prompt=each, dial=Dial.parse(dial), max_new_tokens=max_new_tokens, block_size=block_size)
+            Request(
+                prompt=each,
+                dial=Dial.parse(name),
+                max_new_tokens=max_new_tokens,
+                block_size=block_size,
+                lookup=0 if words else None,
+            )
             for each in prompts
         ]
         started = time.perf_counter()
@@ -134,9 +142,10 @@ def main() -> None:
         assert isinstance(engine._runner, CpuRunner), "the compiled step is needed"
         decoders[form] = with_engine(engine)
     sizes = [int(each) for each in asked.requests.split(",")]
-    both = ["one-token", "exact"]
-    cells = [("int8", both, kind, size) for size in sizes for kind in prompts]
-    cells += [(name, both[:1], kind, 1) for name in decoders if name != "int8" for kind in prompts]
+    dials = ["one-token", "exact", MASKS_ALONE]
+    cells = [("int8", dials, kind, size) for size in sizes for kind in prompts]
+    cells += [("bfloat16", dials, kind, 1) for kind in prompts]
+    cells += [(name, dials[:1], kind, 1) for name in decoders if name not in ("int8", "bfloat16") for kind in prompts]
     if find_spec("llama_cpp") is not None:
         with open_peer("llama.cpp", checkpoints["int8"], None, 1, 1024) as peer:
 
@@ -147,18 +156,18 @@ def main() -> None:
                 return Measured(time.perf_counter() - started, tokens, tokens, texts)
 
             decoders["llama.cpp"] = llama
-            cells += [("llama.cpp", both[:1], kind, 1) for kind in prompts]
+            cells += [("llama.cpp", dials[:1], kind, 1) for kind in prompts]
 
     best: dict[tuple[str, str, str, int], Measured] = {}
     turns: dict[tuple[str, str, str, int], list[float]] = {}
     bandwidths = []
     for _ in range(asked.turns):
         bandwidths.append(copy_bandwidth(checkpoints["int8"].device))
-        for name, dials, kind, size in cells:
+        for name, asked_dials, kind, size in cells:
             mine, most = prompts[kind], asked.max_new_tokens
             if name.startswith("PyTorch"):
                 mine, most = mine[:4], most // 4  # it takes long
-            for dial, measured in in_turns(decoders[name], mine, most, dials, size).items():
+            for dial, measured in in_turns(decoders[name], mine, most, asked_dials, size).items():
                 cell = (name, dial, kind, size)
                 turns.setdefault(cell, []).append(measured.tokens / measured.seconds)
                 if cell not in best or measured.seconds < best[cell].seconds:

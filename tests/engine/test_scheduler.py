@@ -21,7 +21,7 @@ PAGE, MARGIN, BLOCK = 4, 4, 2
 
 
 def scheduler(pages: int = 40, max_num_seqs: int = 4, prefill_tokens: int = 8, **options) -> Scheduler:
-    options = {"margin": MARGIN, "block_size": BLOCK, "max_waiting": None} | options
+    options = {"margin": MARGIN, "step_tokens": BLOCK, "max_waiting": None} | options
     return Scheduler(Pages(pages, PAGE), max_num_seqs=max_num_seqs, prefill_tokens=prefill_tokens, **options)
 
 

@@ -114,7 +114,7 @@ class Engine:
         self.num_steps = self.num_fed = 0  # steps in which sequences decoded, and tokens that they fed
         self._looks_up = cpu is not None and not async_steps and self.block_size > 1 and lookup is not False
         """Windows differ, and the host knows the text before the next step: it looks drafts up, not the device"""
-        keeps_text = bool(lookup) and not self._looks_up and self.block_size > 1
+        keeps_text = bool(lookup) and cpu is None and self.block_size > 1
         most_drafts = max(self.block_size - 1, MOST_DRAFTS * self._looks_up, WIDE_DRAFTS * keeps_text)
         margin = Window(most_drafts, self.block_size, self.block_size - 1).width
         least = 1 + -(-(margin + 2) // page_size)  # for a prompt of one token and an answer of one
@@ -125,7 +125,7 @@ class Engine:
             )
         self._async_steps = int(on_gpu) if async_steps is None else async_steps
         text = checkpoint.context or num_pages * page_size
-        table = min(num_pages, -(-(text + margin + self._async_steps * self.block_size) // page_size))
+        table = min(num_pages, -(-(text + margin + self._async_steps * (1 + most_drafts)) // page_size))
         self._state = DeviceState(
             *(max_num_seqs, most_drafts, table, checkpoint.vocabulary, checkpoint.device),
             text=table * page_size * keeps_text,
@@ -144,7 +144,7 @@ class Engine:
             max_num_seqs=max_num_seqs,
             prefill_tokens=prefill_tokens,
             margin=margin,
-            block_size=self.block_size,
+            step_tokens=1 + most_drafts,
             max_waiting=max_waiting,
         )
         self._prefill_tokens = prefill_tokens
@@ -290,7 +290,8 @@ class Engine:
             chosen = self.policy.choose(sequences, host_seconds if self._async_steps else 0.0)
             window = self._runner.fitting(len(sequences), chosen)
             windows = [window] * len(sequences)
-        longest = max(each.cursor for each in sequences) + len(self._in_flight) * self.block_size + window.width
+        ahead = len(self._in_flight) * (1 + self._state.drafts.shape[1])
+        longest = max(each.cursor for each in sequences) + ahead + window.width
         started = time.perf_counter()
         outputs = self._runner.step(inputs, window, longest)
         seconds = None

@@ -38,17 +38,17 @@ class Scheduler:
         max_num_seqs: int,
         prefill_tokens: int,
         margin: int,
-        block_size: int,
+        step_tokens: int,
         max_waiting: int | None,
     ) -> None:
-        """``margin``: tokens behind a text that the widest window may need; a step moves on by up to ``block_size``."""
+        """``margin``: tokens behind a text that a window may need; a step moves on by up to ``step_tokens``."""
         self.pages = pages
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []  # A heap, the most urgent first
         self._max_num_seqs = max_num_seqs
         self._prefill_tokens = prefill_tokens
         self._margin = margin
-        self._block_size = block_size
+        self._step_tokens = step_tokens
         self._max_waiting = max_waiting
         self._free_slots = list(range(max_num_seqs, 0, -1))
         self._arrivals = count()
@@ -204,7 +204,7 @@ class Scheduler:
 
         Where pages are too few, the least urgent sequence is preempted.
         """
-        ahead = in_flight * self._block_size
+        ahead = in_flight * self._step_tokens
 
         def lacks(sequence: Sequence, spare: int = 0) -> int:
             cursor = ends.get(sequence, sequence.cursor)
