@@ -78,10 +78,8 @@ def models(read: Read) -> Table:
     def column(name: str, adapter: str, conversion: str, *others: str) -> list[str]:
         chain, tree = (read(conversion)["dials"][f"exact {window}"] for window in ("chain", "tree"))
         by_kind = [next(chain[name] for name in names if name in chain) for names in kinds.values()]
-        looked_up = read(conversion)["dials"].get("exact tree lookup=15")
-        figures = [*by_kind, chain["all"], tree["all"], *([looked_up["all"]] if looked_up else [])]
-        numbers = [f"{each['tokens_per_forward']:.2f}" for each in figures]
-        return [name, adapter, *numbers, *([] if looked_up else [""]), *others]
+        figures = [*by_kind, chain["all"], tree["all"]]
+        return [name, adapter, *(f"{each['tokens_per_forward']:.2f}" for each in figures), *others]
 
     writing, *others = kinds
     columns = [
@@ -89,7 +87,7 @@ def models(read: Read) -> Table:
             "",
             "adapter",
             f"tokens per forward: {writing}",
-            *(f"… {kind}" for kind in (*others, "all", "all, windows as trees", "all, trees and drafts from the text")),
+            *(f"… {kind}" for kind in (*others, "all", "all, windows as trees")),
             "speed over `one-token`",
             "quality",
         ],
