@@ -250,6 +250,7 @@ def test_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     write_gguf(path)
     model = mars.load(path)
     assert model.settings is None
+    assert not getattr(model.checkpoint.module, "is_quantized", False), "a trainer would refuse it"
     assert model.checkpoint.tokenizer.eos_token == "<end>"
     forever = {"max_new_tokens": 6, "logit_bias": {model.checkpoint.tokenizer.eos_token_id: -100.0}}
     answer = model.generate([0, 1, 2], **forever)

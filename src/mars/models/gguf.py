@@ -25,6 +25,7 @@ def load_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
     for token in ("bos_token", "eos_token", "pad_token"):  # some versions of transformers guess these wrong
         if isinstance(number := getattr(model.config, f"{token}_id", None), int):
             setattr(tokenizer, token, tokenizer.convert_ids_to_tokens(number))
-    vars(model).pop("hf_quantizer", None)
+    for mark in ("hf_quantizer", "is_quantized"):  # a trainer would refuse the model
+        vars(model).pop(mark, None)
     vars(model.config).pop("quantization_config", None)
     return model, tokenizer
