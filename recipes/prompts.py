@@ -1,10 +1,12 @@
 """Prompts for self-distillation out of chats: their openings in random order, and kinds that chats are short of.
 
     python recipes/prompts.py --long 3000 --few-shot 8000 --code 3000 --out prompts.jsonl chats.jsonl.gz more-chats/
+    python recipes/prompts.py --long 9000 --questions 5000 --texts books/*.txt --translations 5000 --german zeitung.txt …
 
-Instruction sets have few prompts with a long text in them, with solved examples in front, or with a function to write.
-A model trained without such prompts answers them otherwise than before. Here passages are put together from
-other chats' answers, examples from other chats of the same file, and functions come from Python's own library.
+Instruction sets have few prompts with a long text in them, with solved examples in front, with a function to write or
+a sentence to translate, and few short questions. Masks draft worse in answers to prompts of kinds they were not trained
+on. Here passages come from plain texts, or are put together from other chats' answers; questions ask for names in the
+texts, examples are other chats of the same file, and functions come from Python's own library.
 """
 
 from __future__ import annotations
@@ -13,11 +15,12 @@ import argparse
 import ast
 import json
 import random
+import re
 import sys
 import sysconfig
 import textwrap
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 from mars.training.rows import read_rows, to_prompt
@@ -38,12 +41,62 @@ CODE_ASKS = (
     "Implement it:\n\n{text}",
     "Here is what a Python function has to do:\n\n{text}\n\nWrite it.",
 )
-WORDS = (150, 550)
+TRANSLATION_ASKS = (
+    "Translate German to English: {text}",
+    "Translate this German sentence into English: {text}",
+    "{text}\n\nTranslate the text above to English.",
+    "What does this mean in English? {text}",
+)
+QUESTIONS = (
+    *("Who is {name}?", "What is {name}?", "Where is {name}?", "When did {name} begin?", "What is {name} known for?"),
+    *("Who was the first {name}?", "Where does the name {name} come from?", "What is the meaning of {name}?"),
+    *("How many people live in {name}?", "Who wrote {name}?", "When was {name} founded?", "Why is {name} important?"),
+    *("What is the difference between {name} and {other}?", "How did {name} get its name?", "Who invented {name}?"),
+    *("What happened to {name} in the end?", "Who plays {name} in the film?", "What does {name} stand for?"),
+)
+WORDS = (150, 650)
 """Of a passage"""
+SENTENCE = (6, 40)
+"""Words of a sentence to translate"""
+NAME = re.compile(r"(?<=[a-z,] )[A-Z][a-z]+(?: (?:of )?[A-Z][a-z]+)*")
+SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 SHOTS = (2, 4)
 SHORT = 600
 """Letters of an example, at most"""
 Messages = list[dict[str, str]]
+
+
+def passages(texts: list[str], draw: random.Random) -> Iterator[str]:
+    """Stretches of texts, without end; longer texts give more."""
+    words = [text.split() for text in texts]
+    for text in iter(lambda: draw.choices(words, weights=map(len, words))[0], None):
+        size = draw.randint(*WORDS)
+        start = draw.randrange(max(1, len(text) - size))
+        yield " ".join(text[start : start + size])
+
+
+def questions(text: str, count: int, draw: random.Random) -> Iterator[str]:
+    """Questions about names in the text, none if it has too few."""
+    names = sorted(set(NAME.findall(text)))
+    for _ in range(count if len(names) > 1 else 0):
+        name, other = draw.sample(names, 2)
+        asked = draw.choice(QUESTIONS).format(name=name, other=other)
+        yield draw.choice((asked, asked.lower()))
+
+
+def translations(text: str, count: int, draw: random.Random) -> Iterator[str]:
+    sentences = [" ".join(each.split()) for each in SENTENCE_END.split(text)]
+    usable = sorted({each for each in sentences if SENTENCE[0] <= each.count(" ") <= SENTENCE[1]})
+    for sentence in draw.choices(usable, k=count) if usable else ():
+        yield draw.choice(TRANSLATION_ASKS).format(text=sentence)
+
+
+def text_prompts(texts: list[str], count: int, draw: random.Random) -> Iterator[str]:
+    """Asks about passages of texts; a third are a passage and a question behind it."""
+    for passage in islice(passages(texts, draw), count):
+        question = next(questions(passage, 1, draw), "What is the text about?")
+        behind = "{text}\n{question}"
+        yield draw.choice((behind, *draw.sample(ASKS, 2))).format(text=passage, question=question)
 
 
 def long_prompts(chats: list[tuple[str, str]], count: int, draw: random.Random) -> Iterator[str]:
@@ -82,7 +135,11 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=0, help="how many long prompts to make")
     parser.add_argument("--few-shot", type=int, default=0, help="how many with solved examples in front")
     parser.add_argument("--code", type=int, default=0, help="how many that ask for a function")
-    parser.add_argument("--no-openings", action="store_true", help="leave the chats' own openings out")
+    parser.add_argument("--texts", nargs="*", type=Path, default=[], help="plain texts: long prompts are about these too")
+    parser.add_argument("--questions", type=int, default=0, help="how many short questions about names in the texts")
+    parser.add_argument("--german", nargs="*", type=Path, default=[], help="plain texts to translate")
+    parser.add_argument("--translations", type=int, default=0, help="how many sentences of those")
+    parser.add_argument("--openings", type=int, help="of the chats themselves, at most; all by default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -97,11 +154,16 @@ def main() -> None:
     short = [messages[-1]["content"] for messages in openings]
     answers = [messages[-1]["content"] for messages in rows]
     chats = [(ask, answer) for ask, answer in zip(short, answers, strict=True) if len(ask) < 200 < len(answer)]
-    prompts = [] if options.no_openings else openings
-    prompts += [[{"role": "user", "content": text}] for text in long_prompts(chats, options.long, draw)]
-    prompts += few_shot_prompts(files, options.few_shot, draw)
+    texts, german = ([each.read_text(errors="replace") for each in some] for some in (options.texts, options.german))
+    from_texts = options.long // 2 if texts else 0
+    kept = len(openings) if options.openings is None else min(options.openings, len(openings))
+    prompts = [*draw.sample(openings, kept), *few_shot_prompts(files, options.few_shot, draw)]
+    asked = [*text_prompts(texts, from_texts, draw), *long_prompts(chats, options.long - from_texts, draw)]
+    asked += questions(" ".join(texts), options.questions, draw)
+    asked += translations(" ".join(german), options.translations, draw)
     for text in draw.choices(list(functions()), k=options.code) if options.code else ():
-        prompts.append([{"role": "user", "content": draw.choice(CODE_ASKS).format(text=text)}])
+        asked.append(draw.choice(CODE_ASKS).format(text=text))
+    prompts += [[{"role": "user", "content": text}] for text in asked]
     draw.shuffle(prompts)
     with options.out.open("w") as file:
         for messages in prompts:
