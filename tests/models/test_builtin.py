@@ -89,7 +89,7 @@ def test_a_failed_download_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_the_adapter_makes_it_a_mars_model(smollm: mars.Model) -> None:
     """The weights are the base's own, bit for bit; the base alone has no settings and says what to do."""
     base = mars.load("smollm2-135m-base", device="cpu", dtype="float32")
-    assert smollm.settings == Settings(mask_token_id=49152, block_size=4, dial="exact")
+    assert smollm.settings == Settings(mask_token_id=49152, block_size=6, dial="exact")
     assert base.settings is None
     with pytest.raises(MarsError, match="was not trained for MARS"):
         base.generate("hi", dial="exact")
