@@ -159,7 +159,7 @@ class Engine:
         if isinstance(self._runner, CpuRunner) and not self._async_steps:  # it has to know the drafts
             return RaggedPolicy(self.block_size, StepSeconds(cost or self._runner.time_step, self.block_size - 1))
         on_gpu = self.checkpoint.device.type == "cuda"
-        default_groups = self.block_size if on_gpu else 1  # on a GPU, width costs little
+        default_groups = 2 if on_gpu else 1  # on a GPU, width costs little
         drafts, explores = WIDE_DRAFTS * bool(len(self._state.text)), self._observes_costs
         return WindowPolicy(self.block_size, default_groups, cost or self._costs, explores=explores, most_drafts=drafts)
 

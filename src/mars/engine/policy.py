@@ -182,7 +182,7 @@ class WindowPolicy:
                 needed |= window
         if free < 2:
             return needed
-        candidates = [needed, *(needed | Window.of(groups, free) for groups in range(1, free + 1))]
+        candidates = [needed, *(needed | window for window in Window.useful(free))]
         if self._most_drafts:
             candidates += [each | Window(self._most_drafts) for each in candidates[1:]]
 

@@ -46,7 +46,7 @@ class Runner:
         self.state = state
         self.cache = cache
         self.block_size = block_size
-        self.windows = [Window(), *(Window.of(groups, block_size) for groups in range(1, block_size + 1))]
+        self.windows = [Window(), *Window.useful(block_size)]
         """All shapes that steps ordinarily have"""
         if len(state.text):
             self.windows += [replace(each, drafts=state.drafts.shape[1]) for each in self.windows[1:]]

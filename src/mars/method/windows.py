@@ -24,6 +24,7 @@ from torch import Tensor
 from mars.errors import MarsError
 from mars.method.visibility import PADDING, Visibility, visibility_table
 
+NARROW = 4  # tokens per forward of windows that pay where wider ones do not
 NO_GROUP = -1  # stands for the start of a mask group that does not exist
 
 
@@ -67,6 +68,12 @@ class Window:
         if not self.groups:
             return "one-token"
         return "chain" if self.groups == 1 else "tree" if self.groups == self.verified else f"tree={self.groups}"
+
+    @classmethod
+    def useful(cls, block_size: int) -> list[Window]:
+        """Windows with masks that are worth a choice: of the model's block size and, where that is large, a narrower one."""
+        blocks = sorted({min(block_size, NARROW), block_size})
+        return [cls.of(groups, block) for block in blocks for groups in sorted({1, min(block, 2), block})]
 
     def __or__(self, other: Window) -> Window:
         """The smallest window that holds both."""
