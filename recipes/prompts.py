@@ -1,7 +1,7 @@
 """Prompts for self-distillation out of chats: their openings in random order, and kinds that chats are short of.
 
     python recipes/prompts.py --long 3000 --few-shot 8000 --code 3000 --out prompts.jsonl chats.jsonl.gz more-chats/
-    python recipes/prompts.py --long 9000 --questions 5000 --texts books/*.txt --translations 5000 --german zeitung.txt …
+    python recipes/prompts.py --long 9000 --questions 5000 --texts books/*.txt --translations 5000 --german zeitung.txt
 
 Instruction sets have few prompts with a long text in them, with solved examples in front, with a function to write or
 a sentence to translate, and few short questions. Masks draft worse in answers to prompts of kinds they were not trained
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=0, help="how many long prompts to make")
     parser.add_argument("--few-shot", type=int, default=0, help="how many with solved examples in front")
     parser.add_argument("--code", type=int, default=0, help="how many that ask for a function")
-    parser.add_argument("--texts", nargs="*", type=Path, default=[], help="plain texts: long prompts are about these too")
+    parser.add_argument("--texts", nargs="*", type=Path, default=[], help="plain texts for long prompts")
     parser.add_argument("--questions", type=int, default=0, help="how many short questions about names in the texts")
     parser.add_argument("--german", nargs="*", type=Path, default=[], help="plain texts to translate")
     parser.add_argument("--translations", type=int, default=0, help="how many sentences of those")

@@ -71,7 +71,7 @@ class Window:
 
     @classmethod
     def useful(cls, block_size: int) -> list[Window]:
-        """Windows with masks that are worth a choice: of the model's block size and, where that is large, a narrower one."""
+        """Windows that are worth a choice: of the model's block size and, if that is large, of a narrower one."""
         blocks = sorted({min(block_size, NARROW), block_size})
         return [cls.of(groups, block) for block in blocks for groups in sorted({1, min(block, 2), block})]
 
