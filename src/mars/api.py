@@ -104,21 +104,30 @@ class Model:
         self._shared: SharedEngine | None = None
 
     def engine(self, block_size: int = 1) -> Engine:
-        """The engine that all calls share; made anew when a call asks for larger blocks.
+        """The engine that all calls share; made anew when a call asks for larger blocks or more candidates.
 
         It is for one thread: do not step it while other threads call the model.
         """
         return self.shared_engine(block_size).engine
 
-    def shared_engine(self, block_size: int = 1) -> SharedEngine:
+    def shared_engine(self, block_size: int = 1, candidates: int = 0) -> SharedEngine:
         """The same for any number of threads. Calls in progress keep the one that they began with."""
         with self._making, torch.inference_mode(False):  # whatever the calling thread is in
-            if self._shared is None or block_size > self._shared.engine.block_size:
-                self._shared = None  # unless a call still needs it, its cache goes before a new one comes
-                trained = self.settings.block_size if self.settings else 1
-                engine = Engine(self.checkpoint, block_size=max(block_size, trained), **self._options)
-                self._shared = SharedEngine(engine)
+            shared = self._shared
+            if shared is not None:
+                block_size = max(block_size, shared.engine.block_size)
+                candidates = max(candidates, shared.engine.candidates)
+                if (block_size, candidates) == (shared.engine.block_size, shared.engine.candidates):
+                    return shared
+            shared = self._shared = None  # unless a call still needs it, its cache goes before a new one comes
+            block_size = max(block_size, self.checkpoint.block_size)
+            engine = Engine(self.checkpoint, block_size=block_size, candidates=candidates, **self._options)
+            self._shared = SharedEngine(engine)
             return self._shared
+
+    def _engine_for(self, requests: Sequence[Request]) -> SharedEngine:
+        candidates = (each.window.candidates for each in requests if each.window is not None)
+        return self.shared_engine(max((each.block_size for each in requests), default=1), max(candidates, default=0))
 
     def warm_up(self, bar: Progress | None = None, num_seqs: int | None = None) -> None:
         """Prepare the engine for so many requests at once, all that it takes by default.
@@ -173,7 +182,7 @@ class Model:
         """
         for request in requests:
             request.validate(self.checkpoint)
-        return self.shared_engine(max((each.block_size for each in requests), default=1)).run(requests)
+        return self._engine_for(requests).run(requests)
 
     def stream(self, prompt: Prompt, **options: Any) -> Stream:
         """Answer one prompt piece by piece; see `Stream`."""
@@ -209,7 +218,7 @@ class Model:
         `SamplingParams`: temperature, top_k, top_p, min_p, seed, …
         """
         if block_size is None:
-            block_size = self.settings.block_size if self.settings else 1
+            block_size = self.checkpoint.block_size
         require_integer("block_size", block_size, 1)
         return Request(
             prompt=self.checkpoint.encode(prompt, system),
@@ -220,7 +229,7 @@ class Model:
             block_size=block_size,
             min_new_tokens=0 if min_new_tokens is None else min_new_tokens,
             ignore_end=bool(ignore_end),
-            mask_groups=None if window is None else parse_window(window, block_size),
+            window=None if window is None else parse_window(window, block_size),
             lookup=lookup,
         )
 
@@ -238,7 +247,7 @@ class Stream(Iterator[str]):
     """
 
     def __init__(self, model: Model, request: Request) -> None:
-        self.shared = model.shared_engine(request.block_size)
+        self.shared = model._engine_for([request])
         self._model = model
         self._pending = self.shared.submit(request, streams=True)
         self._abort = weakref.finalize(self, self.shared.abort, self._pending)

@@ -131,7 +131,7 @@ def test_a_step_in_one_call_decides_what_pytorch_decides(kind: str, data: st.Dat
     sequences = [Sequence.of(Request(prompt=text, dial=Dial("exact"), block_size=4), checkpoint) for text in texts]
     for sequence, slot in zip(sequences, slots, strict=True):
         sequence.slot = slot
-    inputs = StepInputs.of(sequences, [4] * count, checkpoint.vocabulary).feeding(windows)
+    inputs = StepInputs.of(sequences, windows, checkpoint.vocabulary).feeding(windows)
     window = reduce(or_, windows)
     window = replace(window, groups=min(window.groups, data.draw(st.integers(1, 4))))  # sequences may ask for more
 
@@ -158,7 +158,7 @@ def test_the_nearest_change_of_a_smaller_rank() -> None:
 
 
 def answers(checkpoint: Checkpoint, requests: list[Request], **options: object) -> list[list[int]]:
-    engine = Engine(checkpoint, **options)  # type: ignore[arg-type]
+    engine = Engine(checkpoint, candidates=5, **options)  # type: ignore[arg-type]
     assert isinstance(engine._runner, CpuRunner)
     outputs = dict(run(engine, requests))
     engine.check()
@@ -183,7 +183,7 @@ def test_exact_writes_what_one_token_alone_writes_at_any_load(form: str, kind: s
             sampling=sampling[number % 3],
             max_new_tokens=40,
             block_size=4,
-            mask_groups=(None, 1, 4)[number // 3 % 3],
+            window=(None, Window.of(1, 4), Window.of(4, 4), Window.of(4, 4, 5))[number // 3 % 4],
             lookup=(None, 6, MOST_DRAFTS, 0)[number % 4],
         )
         for number in range(24)
@@ -206,7 +206,7 @@ def test_looking_up_takes_as_many_forwards_as_in_the_plain_decoder(window: int) 
             max_new_tokens=60,
             ignore_end=True,
             block_size=4,
-            mask_groups=window,
+            window=Window.of(window, 4),
             lookup=lookup,
         )
         for lookup in (0, 2, 7, MOST_DRAFTS, MOST_DRAFTS)

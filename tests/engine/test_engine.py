@@ -54,7 +54,8 @@ def engine(pages: int = 400, num_seqs: int = 4, price: float = WIDE, family: str
         return 1 + price * count * window.width
 
     memory = pages * bytes_per_page(family)
-    return Engine(checkpoint(family), max_num_seqs=num_seqs, memory=memory, page_size=PAGE, cost=cost, **options)
+    limits = {"max_num_seqs": num_seqs, "memory": memory, "page_size": PAGE, "candidates": 4}
+    return Engine(checkpoint(family), cost=cost, **limits | options)
 
 
 def plain(request: Request, family: str = "llama") -> RequestOutput:
@@ -69,8 +70,9 @@ def pattern(regex: str) -> str:
     return lark_grammar(f"start: /{regex}/")
 
 
-def possible(request: Request) -> Request:
-    """The request without what contradicts the rest of it."""
+def possible(window: str | None, **options) -> Request:
+    """A request without what contradicts the rest of it."""
+    request = Request(**options, window=window and parse_window(window, options["block_size"]))
     least = 0 if request.grammar else min(request.min_new_tokens, request.max_new_tokens)
     dial = Dial("exact") if request.grammar and request.dial.kind == "threshold" else request.dial
     return replace(request, dial=dial, min_new_tokens=least, ignore_end=request.ignore_end and not request.grammar)
@@ -85,7 +87,7 @@ def finish(mine: Engine, wanted: list[Request]) -> list[RequestOutput]:
 DIALS = ["one-token", "exact", "relaxed=0.2", "threshold=0.3", "threshold:entropy=0.4", "threshold:margin=0.1"]
 letters = st.integers(0, MASK - 2)
 requests = st.builds(
-    Request,
+    possible,
     prompt=st.one_of(
         st.lists(letters, min_size=1, max_size=20),
         st.lists(letters, max_size=4).map(lambda end: [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, *end]),  # shared
@@ -107,10 +109,10 @@ requests = st.builds(
     ignore_end=st.sampled_from([False, False, True]),
     max_new_tokens=st.integers(1, 30),
     block_size=st.integers(2, 4),
-    mask_groups=st.sampled_from([None, 1, 2, 4]),
+    window=st.sampled_from([None, "chain", "tree=2", "tree", "chain+2", "tree=2+4"]),
     stop=st.sampled_from([(), (), ("ab", "c"), ("hh",)]),
     grammar=st.sampled_from([None, None, None, pattern("[a-e]{3,20}j?"), pattern("(a[bc]|c|de+f)+")]),
-).map(possible)
+)
 
 
 @dataclass
@@ -175,7 +177,7 @@ def test_any_schedule_gives_the_plain_text(
 @settings(deadline=None, max_examples=40, phases=PHASES)
 @given(requests, st.lists(st.tuples(st.integers(1, 8), st.sampled_from(DIALS)), max_size=4))
 def test_turning_the_dial_midway_is_turning_it_in_the_plain_decoder(request_, turns) -> None:
-    request_ = replace(request_, mask_groups=request_.mask_groups or 1, stop=())
+    request_ = replace(request_, window=request_.window or Window.of(1, request_.block_size), stop=())
     mine, oracle = engine(), Decoder(checkpoint(), [request_])
     ours, theirs = mine.add_request(request_), oracle.sequences[0]
     for steps, dial in [*turns, (1000, DIALS[0])]:
@@ -200,10 +202,10 @@ def test_drafts_from_the_text_save_forwards(async_steps: int) -> None:
     assert max(count for answer in both for count in answer.steps) > 4, "no window had more drafts than masks make"
 
 
-@pytest.mark.parametrize("window", ["chain", "tree=2", "tree"])
+@pytest.mark.parametrize("window", ["chain", "tree=2", "tree", "chain+1", "tree+4"])
 @pytest.mark.parametrize("dial", DIALS)
 def test_a_window_asked_for_takes_as_many_forwards_as_in_the_plain_decoder(dial: str, window: str) -> None:
-    wanted = [ask(start, dial, length=60, mask_groups=parse_window(window, 4)) for start in range(6)]
+    wanted = [ask(start, dial, length=60, window=parse_window(window, 4)) for start in range(6)]
     mine = engine()
     found = finish(mine, wanted)
     for request, answer in zip(wanted, found, strict=True):
@@ -292,7 +294,7 @@ def test_the_window_follows_the_number_of_sequences() -> None:
     widths: list[tuple[int, int]] = []
 
     def measure(count: int) -> None:
-        mine = engine(num_seqs=64, price=0.02)
+        mine = engine(num_seqs=64, price=0.02, candidates=0)
         step = mine._runner.step
         mine._runner.step = lambda inputs, window, longest: (
             widths.append((count, window.width)),
@@ -310,7 +312,7 @@ def test_the_window_follows_the_number_of_sequences() -> None:
 
 
 def test_what_cannot_be_served_is_refused() -> None:
-    mine = engine(pages=10, max_waiting=2)
+    mine = engine(pages=10, max_waiting=2, candidates=0)
     with pytest.raises(MarsError, match="more memory"):
         mine.add_request(ask(length=200))
     with pytest.raises(MarsError, match="empty"):

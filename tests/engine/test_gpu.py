@@ -46,6 +46,9 @@ def on_gpu(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, module=checkpoint.module.cuda())
 
 
+CHAIN, TREE, CANDIDATES = Window.of(1, 4), Window.of(4, 4), Window.of(4, 4, 5)
+
+
 def wide(_count: int, window: Window) -> float:
     return 1 + 0.001 * window.width
 
@@ -60,10 +63,16 @@ def texts(engine: Engine, requests: list[Request]) -> list[list[int]]:
 def test_captured_steps_write_what_the_plain_decoder_writes(family: str) -> None:
     requests = [Request(each, Dial("one-token"), max_new_tokens=24) for each in PROMPTS]
     expected = [answer.token_ids for answer in Decoder(tiny_checkpoint(family), requests).finish()]
-    engine = Engine(on_gpu(tiny_checkpoint(family)), max_num_seqs=8, memory=2**24, cost=wide)
-    for dial, groups in [("one-token", None), ("exact", 1), ("exact", 4), ("exact", None)]:
-        asked = [replace(each, dial=Dial(dial), block_size=4, mask_groups=groups) for each in requests]
-        assert texts(engine, asked) == expected, (dial, groups)
+    engine = Engine(on_gpu(tiny_checkpoint(family)), max_num_seqs=8, memory=2**24, candidates=5, cost=wide)
+    for dial, window in [
+        ("one-token", None),
+        ("exact", CHAIN),
+        ("exact", TREE),
+        ("exact", CANDIDATES),
+        ("exact", None),
+    ]:
+        asked = [replace(each, dial=Dial(dial), block_size=4, window=window) for each in requests]
+        assert texts(engine, asked) == expected, (dial, window)
 
 
 def test_compiled_layers_write_the_same() -> None:
@@ -75,7 +84,7 @@ def test_compiled_layers_write_the_same() -> None:
 
 @pytest.mark.parametrize("how", ["eager", "compiled"])  # the fixture reads it
 def test_the_device_looks_drafts_up(how: str) -> None:
-    dials = [("exact", None, {}), ("exact", 1, {}), ("threshold=0.3", None, {}), ("exact", None, {"seed": 3})]
+    dials = [("exact", None, {}), ("exact", CHAIN, {}), ("threshold=0.3", None, {}), ("exact", None, {"seed": 3})]
     requests = [
         Request(
             prompt,
@@ -84,10 +93,10 @@ def test_the_device_looks_drafts_up(how: str) -> None:
             max_new_tokens=40,
             ignore_end=True,
             block_size=4,
-            mask_groups=groups,
+            window=window,
         )
         for prompt in PROMPTS
-        for dial, groups, seed in dials
+        for dial, window, seed in dials
     ]
     expected = [answer.token_ids for answer in Decoder(gated_checkpoint("llama"), requests).finish()]
     engines = [
@@ -104,11 +113,17 @@ def test_batch_invariant_steps_write_what_the_plain_decoder_writes(
 ) -> None:
     requests = [Request(each, Dial("one-token"), max_new_tokens=24) for each in PROMPTS]
     expected = [answer.token_ids for answer in Decoder(make(family), requests).finish()]
-    engine = Engine(on_gpu(make(family)), max_num_seqs=8, memory=2**24, cost=wide, batch_invariant=True)
+    engine = Engine(on_gpu(make(family)), max_num_seqs=8, memory=2**24, candidates=5, cost=wide, batch_invariant=True)
     assert engine.is_batch_invariant
-    for dial, groups in [("one-token", None), ("exact", 1), ("exact", 4), ("exact", None)]:
-        asked = [replace(each, dial=Dial(dial), block_size=4, mask_groups=groups) for each in requests]
-        assert texts(engine, asked) == expected, (dial, groups)
+    for dial, window in [
+        ("one-token", None),
+        ("exact", CHAIN),
+        ("exact", TREE),
+        ("exact", CANDIDATES),
+        ("exact", None),
+    ]:
+        asked = [replace(each, dial=Dial(dial), block_size=4, window=window) for each in requests]
+        assert texts(engine, asked) == expected, (dial, window)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -120,13 +135,21 @@ def test_in_bfloat16_the_text_does_not_depend_on_the_load(family: str) -> None:
     requests = [
         Request(each, Dial("one-token"), sampling[index % 2], max_new_tokens=40) for index, each in enumerate(prompts)
     ]
-    alone = Engine(checkpoint, max_num_seqs=1, memory=2**24, cost=wide, batch_invariant=True)
+    alone = Engine(checkpoint, max_num_seqs=1, memory=2**24, candidates=5, cost=wide, batch_invariant=True)
     expected = [texts(alone, [each])[0] for each in requests]
     for memory in (2**24, 2**16):
-        engine = Engine(checkpoint, max_num_seqs=8, memory=memory, prefill_tokens=20, cost=wide, batch_invariant=True)
-        for dial, groups in [("one-token", None), ("exact", 1), ("exact", 4), ("exact", None)]:
-            asked = [replace(each, dial=Dial(dial), block_size=4, mask_groups=groups) for each in requests]
-            assert texts(engine, asked) == expected, (dial, groups, memory)
+        engine = Engine(
+            checkpoint, max_num_seqs=8, memory=memory, prefill_tokens=20, candidates=5, cost=wide, batch_invariant=True
+        )
+        for dial, window in [
+            ("one-token", None),
+            ("exact", CHAIN),
+            ("exact", TREE),
+            ("exact", CANDIDATES),
+            ("exact", None),
+        ]:
+            asked = [replace(each, dial=Dial(dial), block_size=4, window=window) for each in requests]
+            assert texts(engine, asked) == expected, (dial, window, memory)
 
 
 FORMS = pytest.mark.parametrize("most_bytes", [0, 2**30], ids=["low-rank", "two-sets"])
@@ -135,13 +158,18 @@ FORMS = pytest.mark.parametrize("most_bytes", [0, 2**30], ids=["low-rank", "two-
 def gated_texts(family: str, most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every dial and window, as the plain decoder writes them; drafts of the last dials are emitted unverified."""
     monkeypatch.setattr(compilation, "SECOND_SET_BYTES", most_bytes)
-    engine = Engine(on_gpu(gated_checkpoint(family)), max_num_seqs=8, memory=2**24, cost=wide)
-    for dial, groups in [("one-token", None), ("exact", 1), ("exact", 4), ("threshold=0.3", 1), ("threshold=0", 4)]:
-        requests = [
-            Request(each, Dial.parse(dial), max_new_tokens=24, block_size=4, mask_groups=groups) for each in PROMPTS
-        ]
+    engine = Engine(on_gpu(gated_checkpoint(family)), max_num_seqs=8, memory=2**24, candidates=5, cost=wide)
+    for dial, window in [
+        ("one-token", None),
+        ("exact", CHAIN),
+        ("exact", TREE),
+        ("exact", CANDIDATES),
+        ("threshold=0.3", CHAIN),
+        ("threshold=0", TREE),
+    ]:
+        requests = [Request(each, Dial.parse(dial), max_new_tokens=24, block_size=4, window=window) for each in PROMPTS]
         expected = [answer.token_ids for answer in Decoder(gated_checkpoint(family), requests).finish()]
-        assert texts(engine, requests) == expected, (dial, groups)
+        assert texts(engine, requests) == expected, (dial, window)
 
 
 @FORMS
@@ -253,7 +281,7 @@ def test_every_kind_of_sampling_is_captured() -> None:
         Request(prompt, Dial.parse(dial), kind, max_new_tokens=20, block_size=4)
         for prompt, dial, kind in zip(PROMPTS, dials, kinds, strict=False)
     ]
-    treed = [replace(each, mask_groups=4) for each in requests]  # as on a GPU where the text depends on it
+    treed = [replace(each, window=TREE) for each in requests]  # as on a GPU where the text depends on it
     expected = [Decoder(tiny_checkpoint("llama"), [each]).finish()[0].token_ids for each in treed]
     engine = Engine(on_gpu(tiny_checkpoint("llama")), max_num_seqs=8, memory=2**24, cost=wide)
     assert texts(engine, requests) == expected

@@ -135,7 +135,7 @@ def test_masks_have_their_adapter(most_bytes: int, monkeypatch: pytest.MonkeyPat
 def test_an_engine_writes_what_the_plain_decoder_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """In small chunks, with prompts that share their beginning; `threshold` emits drafts unverified."""
     requests = [
-        Request([0, 1, 2, *rest], Dial.parse(dial), max_new_tokens=4, block_size=4, mask_groups=groups)
+        Request([0, 1, 2, *rest], Dial.parse(dial), max_new_tokens=4, block_size=4, window=Window.of(groups, 4))
         for dial, groups, rest in [("exact", 1, [6]), ("exact", 4, [7, 8, 9]), ("threshold=0.3", 1, [7, 8])]
     ]
     expected = [answer.token_ids for answer in Decoder(gated_checkpoint("qwen2"), requests).finish()]

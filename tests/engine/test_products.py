@@ -22,6 +22,7 @@ from mars.engine.kernels.products import TILES, expand, inputs_at_once, two_sets
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CHAIN, TREE, MASKS_FIRST = Window.of(1, 4), Window.of(4, 4), Window(drafts=0, groups=1, masks=7)
+CANDIDATES = Window.of(2, 4, 3)
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter's products know no bfloat16
 TOLERANCE = {torch.float32: {"atol": 1e-4, "rtol": 1e-4}, HALF: {"atol": 0.05, "rtol": 0.02}}
 
@@ -133,7 +134,7 @@ def test_steps_of_a_prepared_model_write_what_the_plain_decoder_writes(
     """The dial `threshold` emits drafts unverified, so its text depends on them."""
     monkeypatch.setattr(compilation, "SECOND_SET_BYTES", most_bytes)
     checkpoint = gated_checkpoint("qwen2")
-    engine = Engine(checkpoint, max_num_seqs=4, memory=2**22, cost=lambda _count, window: window.width)
+    engine = Engine(checkpoint, max_num_seqs=4, memory=2**22, candidates=3, cost=lambda _count, window: window.width)
     prepared, run_step = Compiled(checkpoint.module, checkpoint.adapter), engine._runner._run_step
 
     def captured(inputs: StepInputs, window: Window, longest: int | None = None) -> StepOutputs:
@@ -141,9 +142,9 @@ def test_steps_of_a_prepared_model_write_what_the_plain_decoder_writes(
             return run_step(inputs, window, longest)
 
     monkeypatch.setattr(engine._runner, "_run_step", captured)
-    for dial, groups in [("exact", 1), ("threshold=0.3", 1), ("threshold=0", 4)]:
-        options = {"max_new_tokens": 5, "block_size": 4, "mask_groups": groups}
+    for dial, window in [("exact", CHAIN), ("exact", CANDIDATES), ("threshold=0.3", CHAIN), ("threshold=0", TREE)]:
+        options = {"max_new_tokens": 5, "block_size": 4, "window": window}
         requests = [Request(prompt, Dial.parse(dial), **options) for prompt in ([1, 2, 3], [4, 5])]
         expected = [answer.token_ids for answer in Decoder(gated_checkpoint("qwen2"), requests).finish()]
         outputs = dict(run(engine, requests))
-        assert [outputs[index].token_ids for index in range(len(requests))] == expected, (dial, groups)
+        assert [outputs[index].token_ids for index in range(len(requests))] == expected, (dial, window)

@@ -233,7 +233,7 @@ def test_windows_that_are_slower_than_single_tokens_stop() -> None:
 
 def test_dials_whose_text_depends_on_the_window_get_theirs() -> None:
     policy = RaggedPolicy(4, machine(1.0, 9.0, 9.0, 9.0))
-    wanted = [sequence("relaxed=0.5"), sequence("exact", mask_groups=2), sequence("one-token")]
+    wanted = [sequence("relaxed=0.5"), sequence("exact", window=Window.of(2, 4)), sequence("one-token")]
     assert policy.windows(wanted) == [Window.of(1, 4), Window.of(2, 4), Window()]
 
 

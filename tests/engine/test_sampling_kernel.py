@@ -19,7 +19,7 @@ from mars.engine.step import GRAMMAR, StepInputs, StepOutputs
 from mars.method.acceptance import Decision, Dial, decide, decide_by, logprobs, written_tokens
 from mars.method.markov import MarkovHead
 from mars.method.sampling import bias_tensor, token_mask
-from mars.method.windows import Window, WindowBatch
+from mars.method.windows import NO_GROUP, Candidates, Window, WindowBatch
 
 pytest.importorskip("triton")
 from mars.engine.kernels.sampling import KernelChoices
@@ -27,6 +27,7 @@ from mars.engine.kernels.sampling import KernelChoices
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ENDS = (3, 4)
 DRAFTS = 3
+TREE, CANDIDATES = Window.of(4, 4), Window.of(4, 4, 5)
 KINDS = {
     "greedy": {},
     "temperature": {"temperature": 0.7},
@@ -56,21 +57,25 @@ def sequences(vocabulary: int) -> list[Sequence]:
         sequence.slot, sequence.cursor = index + 1, 7
         sequence.drafts = [random.randrange(vocabulary) for _ in range(index % (DRAFTS + 1))]
         sequence.drafts_emitted = index % 5 == 4
+        guesses = [(random.randrange(vocabulary), random.randrange(len(sequence.drafts) + 1)) for _ in range(5)]
+        sequence.candidates = guesses[: index % 6]
         made.append(sequence)
     return made
 
 
-def step(vocabulary: int, dtype: torch.dtype) -> tuple[WindowBatch, torch.Tensor, StepInputs, DeviceState]:
+def step(
+    vocabulary: int, dtype: torch.dtype, window: Window = TREE
+) -> tuple[WindowBatch, torch.Tensor, StepInputs, DeviceState]:
     """Windows with logits, some of them equal, that make the drafts likely."""
     random.seed(vocabulary)
     torch.manual_seed(vocabulary)
     batch = sequences(vocabulary)
-    state = DeviceState(len(batch), DRAFTS, 4, vocabulary, DEVICE)
+    state = DeviceState(len(batch), DRAFTS, 4, vocabulary, DEVICE, candidates=window.candidates)
     state._reserve()
     state.begin(batch)
-    inputs = StepInputs.of(batch, [4] * len(batch), vocabulary)
+    inputs = StepInputs.of(batch, [window] * len(batch), vocabulary)
     inputs = StepInputs(inputs.integers.to(DEVICE), inputs.floats.to(DEVICE), inputs.features, inputs.dial_features)
-    windows = state.windows(Window.of(4, 4), inputs, 1)
+    windows = state.windows(window, inputs, 1)
     logits = (torch.randn(windows.tokens.numel(), vocabulary, device=DEVICE) * 3).to(dtype)
     rows = windows.verified_rows()[:, :-1]
     likely = logits[rows].amax(2) - torch.rand(rows.shape, device=DEVICE).to(dtype)
@@ -95,13 +100,21 @@ def by_torch(
     return decision, *logprobs(windows, logits, decision, banned)
 
 
+def assert_same_candidates(found: Candidates, expected: Candidates) -> None:
+    """In any order, as far as they exist: equally likely ones may change places."""
+    for mine, theirs in zip(*(torch.stack(each, 2).tolist() for each in (found, expected)), strict=True):
+        exist = [sorted(each for each in some if each[1] != NO_GROUP) for some in (mine, theirs)]
+        assert exist[0] == exist[1]
+
+
 FLOATS = torch.float32, torch.bfloat16
 LARGE = [] if DEVICE.type == "cpu" else [(size, each) for size in (5003, 49152, 151936) for each in FLOATS]
 
 
+@pytest.mark.parametrize("window", [TREE, CANDIDATES], ids=str)
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(50, torch.float32), (300, torch.bfloat16), *LARGE])
-def test_the_kernel_decides_as_pytorch_does(vocabulary: int, dtype: torch.dtype) -> None:
-    windows, logits, inputs, state = step(vocabulary, dtype)
+def test_the_kernel_decides_as_pytorch_does(vocabulary: int, dtype: torch.dtype, window: Window) -> None:
+    windows, logits, inputs, state = step(vocabulary, dtype, window)
     state.grammar.random_(-(2**31), 2**31 - 1)
     inputs.options[2:6] |= GRAMMAR
     allowed = unpack(state.grammar[inputs.slots], vocabulary)
@@ -115,6 +128,7 @@ def test_the_kernel_decides_as_pytorch_does(vocabulary: int, dtype: torch.dtype)
         )
     ahead = torch.arange(found.drafts.shape[1], device=DEVICE) < found.draft_count[:, None]
     assert torch.equal(found.drafts[ahead], expected.drafts[ahead])
+    assert_same_candidates(found.candidates, expected.candidates)
     known, found_ids = choices.logprobs(windows.verified_rows(), written_tokens(windows.drafts, found))
     for index in range(0, len(inputs), 3):
         torch.testing.assert_close(known[index], values[index], atol=1e-4, rtol=1e-4)
@@ -123,9 +137,10 @@ def test_the_kernel_decides_as_pytorch_does(vocabulary: int, dtype: torch.dtype)
     assert StepOutputs.of(found, (known, found_ids)).decisions.shape[0] == len(inputs)
 
 
+@pytest.mark.parametrize("window", [TREE, CANDIDATES], ids=str)
 @pytest.mark.parametrize("is_invariant", [False, True])
-def test_a_mask_follows_the_token_before_it(is_invariant: bool) -> None:
-    windows, logits, inputs, state = step(50, torch.float32)
+def test_a_mask_follows_the_token_before_it(is_invariant: bool, window: Window) -> None:
+    windows, logits, inputs, state = step(50, torch.float32, window)
     head = MarkovHead(50, 8).to(DEVICE).requires_grad_(False)
     head.after.normal_()
     expected, _, _ = by_torch(windows, logits, inputs, state, head=head)
@@ -134,6 +149,7 @@ def test_a_mask_follows_the_token_before_it(is_invariant: bool) -> None:
     found = decide_by(choices, windows, state.cursor[inputs.slots], state.drafts_emitted[inputs.slots])
     ahead = torch.arange(found.drafts.shape[1], device=DEVICE) < found.draft_count[:, None]
     assert ahead.any() and torch.equal(found.drafts[ahead], expected.drafts[ahead])
+    assert_same_candidates(found.candidates, expected.candidates)
     without, _, _ = by_torch(windows, logits, inputs, state)
     assert not torch.equal(found.drafts[ahead], without.drafts[ahead])
 
@@ -146,13 +162,15 @@ from mars.engine.kernels import sampling
 
 long = ("rows", "at", "drafts", "accepted", "slots", "integers", "tokens_out", "chosen", "ids_out")
 types = dict.fromkeys(long, "*i64")
-types |= dict.fromkeys(("bias", "counts", "values_out"), "*fp32") | dict.fromkeys(("seen", "ends", "passes_out"), "*i1")
+types |= dict.fromkeys(("bias", "counts", "values_out", "shares_out"), "*fp32")
+types |= dict.fromkeys(("seen", "ends", "passes_out"), "*i1")
 types |= {"logits": "*bf16", "floats": "*fp64", "grammar": "*i32", "banned": "i32", "columns": "i32"}
 shared = {"VOCABULARY": 49152, "BLOCK": 8192, "COUNT": 4}
 rows = sampling.rows_read() | {"MOST_DRAFTS": 3, "POSITIONS": 4}
 for kernel, constants in (
-    (sampling._choose, {**shared, **rows, "VERIFIES": True}),
-    (sampling._choose, {**shared, **rows, "VERIFIES": False}),
+    (sampling._choose, {**shared, **rows, "VERIFIES": True, "RANKS": 1}),
+    (sampling._choose, {**shared, **rows, "VERIFIES": False, "RANKS": 1}),
+    (sampling._choose, {**shared, **rows, "VERIFIES": False, "RANKS": 4}),
     (sampling._logprobs, {**shared, "TOP": 20, "OPTIONS": rows["OPTIONS"]}),
 ):
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}

@@ -11,6 +11,7 @@ import torch
 import mars
 from mars import Dial, MarsError, SamplingParams
 from mars.core.request import Request
+from mars.method.windows import Window, parse_window
 from mars.models import Checkpoint
 from mars.models.attention import own_attention
 from mars.reference import Decoder, cache
@@ -41,8 +42,8 @@ def test_rows_do_not_disturb_each_other(checkpoint: Checkpoint) -> None:
         request(
             prompt,
             rng.choice(DIALS),
-            block_size=rng.choice([2, 4, 8]),
-            mask_groups=rng.choice([1, 2, 8]),
+            block_size=(block_size := rng.choice([2, 4, 8])),
+            window=parse_window(rng.choice(["chain", "tree=2", "tree", "tree=2+3", "tree+9"]), block_size),
             max_new_tokens=rng.randint(1, 40),
             sampling=SamplingParams(
                 temperature=rng.choice([0, 1.0]),
@@ -130,7 +131,7 @@ def test_the_dial_turns_between_two_steps(checkpoint: Checkpoint) -> None:
         while decoder.running:
             sequence = decoder.sequences[0]
             sequence.set_dial(Dial.parse(rng.choice(["one-token", "exact"])))
-            sequence.request = replace(sequence.request, mask_groups=rng.choice([1, 2, 4]))
+            sequence.request = replace(sequence.request, window=Window.of(rng.choice([1, 2, 4]), 4))
             decoder.step()
         assert decoder.sequences[0].output.token_ids == expected
 
@@ -171,7 +172,7 @@ def test_any_drafts_leave_the_text_of_a_real_model_unchanged(smollm) -> None:
 def _scramble_drafts(checkpoint: Checkpoint, rows: list[list[int]], mask: int, end: int, length: int) -> None:
     rng = random.Random(5)
     expected = [transformers_greedy(checkpoint, row, length, mask, end) for row in rows]
-    decoder = Decoder(checkpoint, [request(row, max_new_tokens=length, mask_groups=2) for row in rows])
+    decoder = Decoder(checkpoint, [request(row, max_new_tokens=length, window=Window.of(2, 4)) for row in rows])
     while decoder.running:
         decoder.step()
         for sequence, text in zip(decoder.sequences, expected, strict=True):
@@ -221,8 +222,8 @@ def test_exact_with_frequency_penalty_equals_one_token(checkpoint: Checkpoint) -
     sampling = SamplingParams(frequency_penalty=0.4, presence_penalty=0.3, logit_bias={2: 1.0})
     rows = prompts(7)
     one = answers(checkpoint, [request(row, "one-token", sampling=sampling) for row in rows])
-    for groups in (1, 4):
-        exact = answers(checkpoint, [request(row, sampling=sampling, mask_groups=groups) for row in rows])
+    for window in (Window.of(1, 4), Window.of(4, 4), Window.of(4, 4, 4)):
+        exact = answers(checkpoint, [request(row, sampling=sampling, window=window) for row in rows])
         assert [a.token_ids for a in exact] == [a.token_ids for a in one]
 
 
@@ -283,12 +284,12 @@ def test_the_context_limits_the_answer(checkpoint: Checkpoint) -> None:
         Decoder(checkpoint, [request([1] * 256)])
 
 
-@pytest.mark.parametrize("groups", [1, 4])
-def test_no_mask_stands_past_the_context(groups: int) -> None:
+@pytest.mark.parametrize("window", ["chain", "tree", "tree+5"])
+def test_no_mask_stands_past_the_context(window: str) -> None:
     """A model with a table of positions has no row for one."""
     checkpoint = tiny_checkpoint("gpt2")
     for length in range(249, 256):
-        answer = answers(checkpoint, [request([1] * length, max_new_tokens=99, mask_groups=groups)])[0]
+        answer = answers(checkpoint, [request([1] * length, max_new_tokens=99, window=parse_window(window, 4))])[0]
         assert answer.num_tokens <= 256 - length
 
 

@@ -40,7 +40,7 @@ def decode(
             Dial.parse(dial),
             max_new_tokens=NEW_TOKENS,
             block_size=block_size,
-            mask_groups=parse_window(window, block_size),
+            window=parse_window(window, block_size),
             lookup=lookup,
         )
         for row in rows

@@ -105,7 +105,7 @@ def test_peak_memory_does_not_grow_with_steps() -> None:
 def endless_decoder(dial: str, window: str) -> Decoder:
     forever = SamplingParams(logit_bias={END: -100.0})
     requests = [
-        Request(row, Dial.parse(dial), forever, max_new_tokens=220, block_size=4, mask_groups=parse_window(window, 4))
+        Request(row, Dial.parse(dial), forever, max_new_tokens=220, block_size=4, window=parse_window(window, 4))
         for row in prompts(4)
     ]
     return Decoder(on_gpu("llama"), requests)

@@ -55,7 +55,7 @@ def p_value(checkpoint: Checkpoint, sampling: dict, dial: str = "exact", window:
             SamplingParams(seed=seed + row, **sampling),
             max_new_tokens=LENGTH,
             block_size=4,
-            mask_groups=parse_window(window, 4),
+            window=parse_window(window, 4),
         )
         for row in range(ROWS)
     ]

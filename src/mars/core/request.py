@@ -11,6 +11,7 @@ from mars.errors import MarsError, require_integer
 from mars.method.acceptance import TOP_LOGPROBS, Dial
 from mars.method.lookup import MOST_DRAFTS
 from mars.method.sampling import SamplingParams
+from mars.method.windows import Window
 from mars.models.settings import Settings
 
 
@@ -59,11 +60,10 @@ class Request:
     max_new_tokens: int = 256
     stop: Sequence[str] = ()
     block_size: int = 1  # tokens one forward predicts: the AR token and ``block_size - 1`` masks
-    mask_groups: int | None = None
-    """Of a window, as `mars.method.windows.parse_window` counts them; None: `exact` takes the fastest window of each
-    step, the other dials always the same"""
+    window: Window | None = None
+    """Of every step; None: `exact` takes the fastest of each step, the other dials always the same"""
     lookup: int | None = None
-    """Most drafts from masks and the text together, with the dial `exact`. None: with ``mask_groups``, drafts come from
+    """Most drafts from masks and the text together, with the dial `exact`. None: with a ``window``, drafts come from
     masks alone, otherwise the engine decides"""
     min_new_tokens: int = 0  # no end token before so many others; stop strings still stop
     ignore_end: bool = False  # go on after end tokens

@@ -26,6 +26,7 @@ class StepResult(NamedTuple):
     drafts: list[int]
     trusted: int
     logprobs: list[Logprob]  # at each verified position, if some sequence of the batch asked for them
+    candidates: SequenceOf[tuple[int, int]] = ()  # of the next window: token, and behind how many drafts
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +41,7 @@ class Sequence:
     tokens: list[int]  # prompt and generated text, up to the last token
     drafts: list[int] = field(default_factory=list)
     drafts_emitted: bool = True  # were the drafts emitted already, unchecked?
+    candidates: SequenceOf[tuple[int, int]] = ()  # other guesses: token, and behind how many drafts
     matches: list[int] = field(default_factory=list)  # of drafts some of which were looked up; see `Found`
     cursor: int = 0  # how many of the tokens have their keys and values cached
     lookup: Lookup | None = None
@@ -103,7 +105,7 @@ class Sequence:
     def looks_up(self) -> bool:
         """May drafts come from the text? With other dials than `exact`, what is written would depend on it."""
         asked = self.request.lookup
-        return self.dial.kind == "exact" and (self.request.mask_groups is None if asked is None else asked > 0)
+        return self.dial.kind == "exact" and (self.request.window is None if asked is None else asked > 0)
 
     def set_dial(self, dial: Dial) -> None:
         """Turn the dial of this sequence alone, as far as its request can follow."""
@@ -115,7 +117,7 @@ class Sequence:
 
         Returns how many drafts it verified and how many were accepted, if they waited for that.
         """
-        count, token, agrees, predicted, trusted, logprobs = result
+        count, token, agrees, predicted, trusted, logprobs, self.candidates = result
         verified = None
         accepted = [*self.drafts[:count], token]
         if self.drafts_emitted:

@@ -6,6 +6,7 @@ is padding: batches are filled up with it, and nothing reads what it holds.
 """
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,14 +18,22 @@ from mars.method.acceptance import Decision, kept_tokens, written_tokens
 from mars.method.lookup import look_up
 from mars.method.sampling import bias_tensor
 from mars.method.tensors import send
-from mars.method.windows import Window, WindowBatch, build_windows
+from mars.method.windows import NO_GROUP, Candidates, Window, WindowBatch, build_windows
 
 
 class DeviceState:
     def __init__(
-        self, slots: int, drafts: int, pages: int, vocabulary: int, device: torch.device, text: int = 0
+        self,
+        slots: int,
+        drafts: int,
+        pages: int,
+        vocabulary: int,
+        device: torch.device,
+        *,
+        candidates: int = 0,
+        text: int = 0,
     ) -> None:
-        """For ``slots`` sequences with at most ``drafts`` drafts and ``pages`` pages each.
+        """For ``slots`` sequences with at most ``drafts`` drafts, ``candidates`` and ``pages`` pages each.
 
         ``text``: most tokens of a sequence's text, if drafts are to be looked up in it here.
         """
@@ -35,6 +44,7 @@ class DeviceState:
         )
         self.drafts_emitted = torch.ones(slots + 1, dtype=torch.bool, device=device)
         self.drafts = torch.zeros(slots + 1, drafts, dtype=torch.long, device=device)
+        self.candidates = Candidates.of([[]] * (slots + 1), candidates, device)
         self.page_table = torch.zeros(slots + 1, pages, dtype=torch.long, device=device)
         self.text = torch.zeros(slots + 1 if text else 0, text, dtype=torch.int32, device=device)
         self._masked: set[int] = set()  # slots with a grammar mask
@@ -59,6 +69,9 @@ class DeviceState:
         self.put(
             [(each.slot or 0, each.cursor, each.tokens[-1], each.drafts, each.drafts_emitted) for each in sequences]
         )
+        if most := self.candidates.tokens.shape[1]:
+            slots = send([each.slot or 0 for each in sequences], self.device)
+            self._set_candidates(slots, Candidates.of([each.candidates for each in sequences], most, self.device))
         for each in sequences:
             slot, each.device_drafts = each.slot or 0, each.drafts
             if len(self.text):
@@ -121,6 +134,10 @@ class DeviceState:
             self.grammar[slots, : allowed.shape[1]] = send(allowed, self.device)
             self._masked.update(slots)
 
+    def _set_candidates(self, slots: Tensor, candidates: Candidates) -> None:
+        for mine, given in zip(self.candidates, candidates, strict=True):
+            mine[slots, : given.shape[1]] = given
+
     # --- for a step
 
     def windows(self, window: Window, inputs: StepInputs, mask_token: int) -> WindowBatch:
@@ -134,7 +151,15 @@ class DeviceState:
             emitted=self.drafts_emitted[slots],
             groups=inputs.groups,
             masks=inputs.masks,
+            candidates=self._candidates(window, inputs),
         )
+
+    def _candidates(self, window: Window, inputs: StepInputs) -> Candidates | None:
+        if not window.candidates:
+            return None
+        tokens, points = (each[inputs.slots, : window.candidates] for each in self.candidates)
+        number = torch.arange(window.candidates, device=self.device)
+        return Candidates(tokens, torch.where(number < inputs.candidates[:, None], points, NO_GROUP))
 
     def options(self, inputs: StepInputs, width: int) -> dict[str, Tensor]:
         """For `decide`: tokens read and written, and those allowed at ``width`` positions, where that matters."""
@@ -161,7 +186,7 @@ class DeviceState:
         length = torch.where((inputs.options & LOOKUP) != 0, cursors + accepted + 2, 0)
         most = self.drafts.shape[1]
         found, count = look_up(self.text[slots].long(), length, decision.drafts, decision.draft_count, most)
-        return Decision(accepted, decision.agrees, decision.token, found, count, decision.trusted)
+        return replace(decision, drafts=found, draft_count=count)
 
     def advance(self, inputs: StepInputs, drafts: Tensor, decision: Decision) -> None:
         """Move the cursors over what was accepted, and set up what is fed next."""
@@ -176,3 +201,4 @@ class DeviceState:
         self.drafts_emitted[slots] = ~verifies
         self.draft_count[slots] = torch.where(verifies, decision.draft_count, decision.trusted)
         self.drafts[slots, : decision.drafts.shape[1]] = decision.drafts
+        self._set_candidates(slots, decision.candidates)

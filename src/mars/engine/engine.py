@@ -78,6 +78,7 @@ class Engine:
         prefill_tokens: int | None = None,
         max_waiting: int | None = None,
         block_size: int | None = None,
+        candidates: int = 0,
         async_steps: int | None = None,
         cost: Cost | None = None,
         batch_invariant: bool = False,
@@ -86,10 +87,11 @@ class Engine:
         """``max_num_seqs`` run at once. ``memory`` for keys and values: bytes, or a share of what the device has free.
 
         ``prefill_tokens`` are prefilled per step, so that a long prompt does not stall the others; by default 512, and
-        2048 on a GPU. Requests may ask for blocks of at most ``block_size``, by default the model's own. The device may
-        be ahead of the host by ``async_steps``: one on a GPU, which then never waits. ``cost``: seconds of a step by
-        number of sequences and window; measured, if it is not given. ``batch_invariant``: on a GPU, run kernels whose
-        bits do not depend on the other requests, if there are some for this model; see `is_batch_invariant`.
+        2048 on a GPU. Requests may ask for blocks of at most ``block_size``, by default the model's own, and windows of
+        at most so many ``candidates``. The device may be ahead of the host by ``async_steps``: one on a GPU, which then
+        never waits. ``cost``: seconds of a step by number of sequences and window; measured, if it is not given.
+        ``batch_invariant``: on a GPU, run kernels whose bits do not depend on the other requests, if there are some for
+        this model; see `is_batch_invariant`.
         ``lookup``: draft from the text itself, too; by default with the compiled step on a CPU alone.
         """
         on_gpu = checkpoint.device.type == "cuda"
@@ -108,15 +110,15 @@ class Engine:
         self.is_batch_invariant = cpu is not None or invariant is not None
         """Do a token's logits depend on the model and the tokens before it alone, to the bit?"""
         self.max_num_seqs = max_num_seqs
-        trained = checkpoint.settings.block_size if checkpoint.settings else 1
-        self.block_size = max(1, trained if block_size is None else block_size)
+        self.block_size = max(1, checkpoint.block_size if block_size is None else block_size)
         self.dial = default_dial(checkpoint)  # of requests that have none of their own; see `set_dial`
         self.num_steps = self.num_fed = 0  # steps in which sequences decoded, and tokens that they fed
         self._looks_up = cpu is not None and not async_steps and self.block_size > 1 and lookup is not False
         """Windows differ, and the host knows the text before the next step: it looks drafts up, not the device"""
         keeps_text = bool(lookup) and cpu is None and self.block_size > 1
         most_drafts = max(self.block_size - 1, MOST_DRAFTS * self._looks_up, WIDE_DRAFTS * keeps_text)
-        margin = Window(most_drafts, self.block_size, self.block_size - 1).width
+        widest = Window(most_drafts) | Window.of(self.block_size, self.block_size, candidates)
+        self.candidates, margin = widest.candidates, widest.width
         least = 1 + -(-(margin + 2) // page_size)  # for a prompt of one token and an answer of one
         if num_pages < least:
             raise MarsError(
@@ -128,6 +130,7 @@ class Engine:
         table = min(num_pages, -(-(text + margin + self._async_steps * (1 + most_drafts)) // page_size))
         self._state = DeviceState(
             *(max_num_seqs, most_drafts, table, checkpoint.vocabulary, checkpoint.device),
+            candidates=self.candidates,
             text=table * page_size * keeps_text,
         )
         if cpu is not None:
@@ -178,6 +181,8 @@ class Engine:
         """
         if request.block_size > self.block_size:
             raise MarsError(f"block_size {request.block_size} is more than the engine's {self.block_size}")
+        if request.window is not None and request.window.candidates > self.candidates:
+            raise MarsError(f"window {request.window} needs an engine with candidates={request.window.candidates}")
         if request.lookup and not self._looks_up:
             raise MarsError("lookup takes a number with the compiled step on a CPU alone: leave it out", param="lookup")
         return Sequence.of(request, self.checkpoint, self.dial)
@@ -366,8 +371,8 @@ class Engine:
         """Built anew only when the batch or a dial has changed."""
         if self._inputs is None or self._inputs[0] != batch:
             sequences = [sequence for sequence, _, _ in batch]
-            groups = [self.policy.groups(each) for each in sequences]
-            self._inputs = batch, StepInputs.of(sequences, groups, self.checkpoint.vocabulary)
+            windows = [self.policy.widest(each) for each in sequences]
+            self._inputs = batch, StepInputs.of(sequences, windows, self.checkpoint.vocabulary)
         return self._inputs[1]
 
     def _begin(self, sequences: SequenceOf[Sequence]) -> None:
@@ -476,8 +481,7 @@ def cache_bytes(memory: int | float | None, device: torch.device) -> int:
 
 def memory_for(checkpoint: Checkpoint, num_seqs: int, length: int) -> int:
     """Bytes with which an engine never runs out of pages, if no text is longer than ``length``."""
-    block_size = checkpoint.settings.block_size if checkpoint.settings else 1
     shapes = layer_shapes(checkpoint)
     shapes = [replace(each, value_size=-(-each.value_size // VECTOR) * VECTOR) for each in shapes]  # as a CPU pads them
     per_token = sum(shape.bytes_per_token for shape in shapes)
-    return num_seqs * (length + block_size**2 + 4 * PAGE_SIZE) * per_token
+    return num_seqs * (length + checkpoint.block_size**2 + 4 * PAGE_SIZE) * per_token

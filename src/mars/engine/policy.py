@@ -154,7 +154,7 @@ class WindowPolicy:
     def __init__(
         self, block_size: int, default_groups: int, cost: Cost, *, explores: bool = False, most_drafts: int = 0
     ) -> None:
-        """``default_groups``: mask groups of requests that name none and whose text depends on the window.
+        """``default_groups``: mask groups of requests that name no window and whose text depends on it.
 
         ``explores``: try a chain now and then while single tokens seem faster, for costs that are kept up to date.
         ``most_drafts``: of a window with what was looked up, if that is more than masks draft.
@@ -222,12 +222,12 @@ class WindowPolicy:
     def observe_predictions(self, sequence: Sequence, probabilities: list[float]) -> None:
         """What masks gave to the sequence's new drafts, if that is known."""
 
-    def groups(self, sequence: Sequence) -> int:
-        """Most mask groups of the sequence's window."""
+    def widest(self, sequence: Sequence) -> Window:
+        """Of the sequence's windows."""
         block_size = sequence.request.block_size
         if takes_any_window(sequence):
-            return block_size
-        return max(1, min(sequence.request.mask_groups or self._default_groups, block_size))
+            return Window.of(block_size, block_size)
+        return sequence.request.window or Window.of(self._default_groups, block_size)
 
     def _needed(self, sequence: Sequence, takes_any: bool) -> Window | None:
         """The smallest window that the sequence's next step can have; None: any will do."""
@@ -239,10 +239,10 @@ class WindowPolicy:
         needed = Window(drafts=max(block_size - 1, len(sequence.drafts))) if has_drafts else Window()
         if dial.uses_masks and not takes_any:
             verifies = dial.verifies or not sequence.drafts_emitted  # drafts made before the dial was turned
-            needed |= Window.of(self.groups(sequence) if verifies else 1, block_size)
+            needed |= self.widest(sequence) if verifies else Window.of(1, block_size)
         return needed
 
 
 def takes_any_window(sequence: Sequence) -> bool:
     """Is the text of the sequence the same in every window?"""
-    return sequence.dial.kind == "exact" and sequence.request.mask_groups is None
+    return sequence.dial.kind == "exact" and sequence.request.window is None

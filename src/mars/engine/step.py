@@ -15,7 +15,7 @@ from mars.method.sampling import Features, SamplingParams, SamplingTensors
 from mars.method.windows import Window
 
 PADDING_SLOT = 0  # batches are filled up with this slot of the device state; nothing reads what it holds.
-INTEGERS = ("slot", "verifies", "groups", "masks", "measure", "options", *SamplingTensors.INTEGERS)
+INTEGERS = ("slot", "verifies", "groups", "masks", "candidates", "measure", "options", *SamplingTensors.INTEGERS)
 FLOATS = ("tolerance", "trust", *SamplingTensors.FLOATS)
 
 
@@ -37,8 +37,8 @@ class StepInputs:
     dial_features: DialFeatures
 
     @classmethod
-    def of(cls, sequences: SequenceOf[Sequence], groups: SequenceOf[int], vocabulary: int) -> StepInputs:
-        """On the host. ``groups``: most mask groups of each sequence's window."""
+    def of(cls, sequences: SequenceOf[Sequence], windows: SequenceOf[Window], vocabulary: int) -> StepInputs:
+        """On the host. ``windows``: the largest that each sequence may have."""
         features = replace(
             Features.of([each.sampling for each in sequences]),
             logprobs=any(each.request.logprobs is not None for each in sequences),
@@ -46,19 +46,20 @@ class StepInputs:
         )
         columns = [
             _column(
-                *(each.slot or PADDING_SLOT, each.dial, each.sampling, count, each.request.block_size, vocabulary),
+                *(each.slot or PADDING_SLOT, each.dial, each.sampling, window, vocabulary),
                 BIASED * bool(each.sampling.logit_bias)
                 + GRAMMAR * (each.matcher is not None)
                 + LOGPROBS * (each.request.logprobs is not None)
                 + LOOKUP * each.looks_up,
             )
-            for each, count in zip(sequences, groups, strict=True)
+            for each, window in zip(sequences, windows, strict=True)
         ]
         return cls(*_matrices(columns), features, DialFeatures.of([each.dial for each in sequences]))
 
     @classmethod
     def padding(cls, count: int, block_size: int, vocabulary: int) -> StepInputs:
-        column = _column(PADDING_SLOT, Dial("exact"), SamplingParams(seed=0), block_size, block_size, vocabulary)
+        window = Window.of(block_size, block_size)
+        column = _column(PADDING_SLOT, Dial("exact"), SamplingParams(seed=0), window, vocabulary)
         return cls(*_matrices([column] * count), Features(), DialFeatures())
 
     def __len__(self) -> int:
@@ -67,7 +68,7 @@ class StepInputs:
     def feeding(self, windows: SequenceOf[Window]) -> StepInputs:
         """The same with a window for each sequence."""
         integers = self.integers.clone()
-        integers[2:4] = torch.tensor([(each.groups, each.masks) for each in windows]).T
+        integers[2:5] = torch.tensor([(each.groups, each.masks, each.candidates) for each in windows]).T
         return replace(self, integers=integers)
 
     @property
@@ -88,15 +89,19 @@ class StepInputs:
         return self.integers[3]
 
     @property
+    def candidates(self) -> Tensor:
+        return self.integers[4]
+
+    @property
     def options(self) -> Tensor:
-        return self.integers[5]
+        return self.integers[6]
 
     @property
     def dials(self) -> DialTensors:
-        return DialTensors(self.floats[0], self.floats[1], self.integers[4], self.dial_features)
+        return DialTensors(self.floats[0], self.floats[1], self.integers[5], self.dial_features)
 
     def sampling(self, bias: Tensor, ends: Tensor) -> SamplingTensors:
-        named = dict(zip(SamplingTensors.INTEGERS, self.integers[6:].unbind(), strict=True))
+        named = dict(zip(SamplingTensors.INTEGERS, self.integers[7:].unbind(), strict=True))
         named |= dict(zip(SamplingTensors.FLOATS, self.floats[2:].unbind(), strict=True))
         return SamplingTensors(**named, bias=bias, features=self.features, ends=ends)
 
@@ -105,10 +110,11 @@ Column = tuple[list[int], list[float]]
 
 
 def _column(
-    slot: int, dial: Dial, sampling: SamplingParams, groups: int, block_size: int, vocabulary: int, options: int = 0
+    slot: int, dial: Dial, sampling: SamplingParams, window: Window, vocabulary: int, options: int = 0
 ) -> Column:
-    masks = block_size - 1 if dial.uses_masks else 0
-    integers = [slot, int(dial.verifies), groups, masks, MEASURES.index(dial.measure), options]
+    masks = window.masks if dial.uses_masks else 0
+    fed = [max(1, window.groups), masks, window.candidates]
+    integers = [slot, int(dial.verifies), *fed, MEASURES.index(dial.measure), options]
     return [*integers, *sampling.integers(vocabulary)], [dial.tolerance, dial.trust, *sampling.floats()]
 
 
@@ -122,8 +128,10 @@ class StepOutputs:
     """What a step decided, a row per sequence."""
 
     decisions: Tensor
-    """(sequences, 4 + drafts + masks): accepted, trusted, draft count and token, then `agrees`, then drafts"""
+    """(sequences, 4 + drafts + masks + 2 candidates): accepted, trusted, draft count and token, then `agrees`, then
+    drafts, then the candidates' tokens and points"""
     drafts: int  # columns of `agrees`
+    candidates: int = 0
     logprobs: Tensor | None = None  # (sequences, verified positions, 1 + top): of the token there, and of the top ones
     top_ids: Tensor | None = None  # (sequences, verified positions, top)
     probabilities: Tensor | None = None  # (sequences, masks): of the drafts, where they are known
@@ -133,8 +141,8 @@ class StepOutputs:
     def of(cls, decision: Decision, logprobs: tuple[Tensor, Tensor] | None) -> StepOutputs:
         """``logprobs``: what `mars.method.acceptance.logprobs` found, if some sequence wants them."""
         scalars = [decision.accepted, decision.trusted, decision.draft_count, decision.token]
-        decisions = torch.cat([torch.stack(scalars, 1), decision.agrees, decision.drafts], 1)
-        return cls(decisions, decision.agrees.shape[1], *(logprobs or ()))
+        decisions = torch.cat([torch.stack(scalars, 1), decision.agrees, decision.drafts, *decision.candidates], 1)
+        return cls(decisions, decision.agrees.shape[1], decision.candidates.tokens.shape[1], *(logprobs or ()))
 
     def to_host(self, count: int, *, logprobs: bool) -> StepOutputs:
         """Start copying the first ``count`` rows to the host, `results` waits for them; ``logprobs``: these as well."""
@@ -145,7 +153,7 @@ class StepOutputs:
         decisions = _pinned_copy(self.decisions[:count])
         arrived = torch.cuda.Event()
         arrived.record()
-        return StepOutputs(decisions, self.drafts, values, ids, arrived=arrived)
+        return StepOutputs(decisions, self.drafts, self.candidates, values, ids, arrived=arrived)
 
     def wait(self) -> None:
         if self.arrived is not None:
@@ -156,10 +164,13 @@ class StepOutputs:
         self.wait()
         decisions = self.decisions.cpu()  # in one copy, if `to_host` was not called
         accepted, trusted, counts, tokens = decisions[:, :4].T.tolist()
-        agrees, predicted = (each.tolist() for each in decisions[:, 4:].tensor_split([self.drafts], 1))
+        ends = [4, 4 + self.drafts, decisions.shape[1] - 2 * self.candidates, decisions.shape[1] - self.candidates]
+        _, *parts = decisions.tensor_split(ends, 1)
+        agrees, predicted, others, points = (each.tolist() for each in parts)
         drafts = [each[:count] for each, count in zip(predicted, counts, strict=True)]
         logprobs = [self._logprobs(row) if wanted else [] for row, wanted in enumerate(wants_logprobs)]
-        return list(map(StepResult, accepted, tokens, agrees, drafts, trusted, logprobs))
+        candidates = [list(zip(*each, strict=True)) for each in zip(others, points, strict=True)]
+        return list(map(StepResult, accepted, tokens, agrees, drafts, trusted, logprobs, candidates))
 
     def draft_probabilities(self) -> list[list[float]]:
         """Of each sequence's predictions; empty where they are not known."""

@@ -278,14 +278,14 @@ class _Folder:
     def _request(self, model: Model, item: Item, dial: str) -> Request:
         plan = self._plan
         setting, window = split_dial(dial)
-        trained = model.settings.block_size if model.settings else 1
+        block_size = plan.block_size or model.checkpoint.block_size
         return Request(
             prompt=prompts.encode(model.checkpoint, item.prompt, plan.max_new_tokens),
             dial=model.dial(setting),
             max_new_tokens=plan.max_new_tokens,
             stop=item.stop,
-            block_size=plan.block_size or trained,
-            mask_groups=None if window is None else parse_window(window, plan.block_size or trained),
+            block_size=block_size,
+            window=None if window is None else parse_window(window, block_size),
         )
 
     def _answers(self, task: str, dial: str) -> dict[str, dict[str, Any]]:

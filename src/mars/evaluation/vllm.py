@@ -66,7 +66,7 @@ def generate(
     engine, running = llm.llm_engine, dict[str, tuple[int, Sequence]]()
     try:
         for index, request in enumerate(requests):
-            if request.mask_groups is not None:
+            if request.window is not None:
                 raise MarsError("windows are not known to vLLM: leave them out")
             sequence = Sequence.of(request, checkpoint)
             OutputProcessor(sequence.output, checkpoint.tokenizer, sequence.end_tokens, request.stop)

@@ -15,15 +15,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from mars.errors import MarsError
-from mars.method.sampling import SamplingTensors
+from mars.method.sampling import SamplingTensors, argmax
 from mars.method.tensors import send
-from mars.method.windows import WindowBatch
+from mars.method.windows import ALTERNATIVES, NO_GROUP, Candidates, WindowBatch
 
 Kind = Literal["one-token", "exact", "relaxed", "threshold"]
 Measure = Literal["probability", "entropy", "margin"]
@@ -142,6 +142,18 @@ class Decision:
     drafts: Tensor  # (sequences, masks): predictions of the masks for the positions after that
     draft_count: Tensor  # (sequences,): how many of them are real
     trusted: Tensor  # (sequences,): how many of them, from the left, are emitted unchecked
+    candidates: Candidates  # for the next window: as many as this one has room for
+
+
+class Predictions(NamedTuple):
+    """What masks say of their tokens."""
+
+    tokens: Tensor  # (sequences, n, ranks): the one it chooses, then the next likeliest
+    log_shares: Tensor  # (sequences, n, ranks): logarithms of what they have of all tokens together; 0 if alone
+    confident: Tensor  # (sequences, n): is the choice sure enough to be emitted unchecked?
+
+
+NO_TOKEN = -1  # before what is read: the head adds nothing
 
 
 class Choices(Protocol):
@@ -160,11 +172,11 @@ class Choices(Protocol):
         ...
 
     def predict(
-        self, rows: Tensor, at: Tensor, accepted: Tensor, before: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Of each mask behind the accepted drafts: its token, and is it sure enough to be emitted unchecked?
+        self, rows: Tensor, at: Tensor, accepted: Tensor, before: Tensor | None = None, ranks: int = 1
+    ) -> Predictions:
+        """Of each mask behind the accepted drafts.
 
-        ``before`` (sequences, n) are the tokens before the masks; given if it `has_head`.
+        ``before`` (sequences, n) are the tokens before the masks or `NO_TOKEN`; given if it `has_head`.
         """
         ...
 
@@ -196,14 +208,21 @@ class LogitsChoices:
         return self.head is not None
 
     def predict(
-        self, rows: Tensor, at: Tensor, accepted: Tensor, before: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, rows: Tensor, at: Tensor, accepted: Tensor, before: Tensor | None = None, ranks: int = 1
+    ) -> Predictions:
         logits, history = self.logits[rows], [_behind(tokens, accepted)[:, None] for tokens in self.history]
         if self.head is not None and before is not None:
-            logits = logits.float() + self.head(before).float()
+            added = self.head(before.clamp(min=0)).float()
+            logits = logits.float() + torch.where((before == NO_TOKEN)[:, :, None], 0.0, added)
         adjusted = self.sampling.ban_early_end(self.sampling.adjust(logits, *history), at)
         confident = confidence(adjusted, self.dials) >= self.dials.trust[:, None]
-        return self.sampling.sample(self.sampling.scores(adjusted), at), confident
+        scores = self.sampling.noisy(self.sampling.scores(adjusted), at)
+        tokens = argmax(scores)[:, :, None]
+        if ranks == 1:
+            return Predictions(tokens, torch.zeros_like(tokens, dtype=torch.float), confident)
+        log_shares = scores.log_softmax(2)
+        others, ids = log_shares.scatter(2, tokens, -torch.inf).topk(ranks - 1, dim=2)
+        return Predictions(torch.cat([tokens, ids], 2), torch.cat([log_shares.gather(2, tokens), others], 2), confident)
 
 
 def decide(
@@ -244,24 +263,44 @@ def decide_by(choices: Choices, windows: WindowBatch, positions: Tensor, emitted
     accepted = torch.where(emitted, windows.draft_count, leading(agrees | (real & tolerated)))
     token = chosen.gather(1, accepted[:, None])[:, 0]
 
-    rows, draft_count = windows.mask_rows(accepted)
+    rows, draft_count, is_candidate = windows.mask_rows(accepted, token)
     ahead = torch.arange(windows.masks, device=drafts.device)
     at = (positions + accepted)[:, None] + 2 + ahead
-    predicted, confident = _predict(choices, rows, at, accepted, token)
-    trusted = leading(confident & (ahead < draft_count[:, None]))
-    return Decision(accepted, agrees, token, predicted, draft_count, trusted)
+    wanted = windows.candidates.tokens.shape[1]
+    before = torch.where(is_candidate, NO_TOKEN, token) if wanted else token
+    found = _predict(choices, rows, at, accepted, before, 1 + min(wanted, ALTERNATIVES))
+    real = ahead < draft_count[:, None]
+    candidates = likeliest(found, real, is_candidate, wanted) if wanted else windows.candidates
+    trusted = leading(found.confident & real)
+    return Decision(accepted, agrees, token, found.tokens[:, :, 0], draft_count, trusted, candidates)
 
 
-def _predict(choices: Choices, rows: Tensor, at: Tensor, accepted: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+def _predict(choices: Choices, rows: Tensor, at: Tensor, accepted: Tensor, token: Tensor, ranks: int) -> Predictions:
     """All masks at once, or, where each depends on the token before it, one after the other from ``token`` on."""
     if not choices.has_head or not rows.shape[1]:
-        return choices.predict(rows, at, accepted)
-    found, before = list[tuple[Tensor, Tensor]](), token[:, None]
+        return choices.predict(rows, at, accepted, ranks=ranks)
+    found, before = list[Predictions](), token[:, None]
     for row, place in zip(rows.split(1, 1), at.split(1, 1), strict=True):
-        found.append(choices.predict(row, place, accepted, before))
-        before = found[-1][0]
-    tokens, confident = (torch.cat(each, 1) for each in zip(*found, strict=True))
-    return tokens, confident
+        found.append(choices.predict(row, place, accepted, before, ranks))
+        before = found[-1].tokens[:, :, 0]
+    return Predictions(*(torch.cat(each, 1) for each in zip(*found, strict=True)))
+
+
+def likeliest(found: Predictions, real: Tensor, is_candidate: Tensor, wanted: int) -> Candidates:
+    """The tokens besides the drafts that the AR model is likeliest to write next.
+
+    One is written if all drafts before it are accepted and it is what comes then. ``real`` (sequences, masks) says
+    which predictions there are. Where the first ``is_candidate`` (sequences,), it was read off the AR model's own
+    logits, so there is no other.
+    """
+    first = torch.arange(real.shape[1], device=real.device) == 0
+    certain = is_candidate[:, None] & first
+    drafts = torch.where(certain, 0.0, found.log_shares[:, :, 0])
+    scores = (drafts.cumsum(1) - drafts)[:, :, None] + found.log_shares[:, :, 1:]
+    scores = torch.where((real & ~certain)[:, :, None], scores, -torch.inf)
+    scores, places = scores.flatten(1).topk(wanted, dim=1)
+    points = torch.where(scores > -torch.inf, places // (found.tokens.shape[2] - 1), NO_GROUP)
+    return Candidates(found.tokens[:, :, 1:].flatten(1).gather(1, places), points)
 
 
 TOP_LOGPROBS = 20  # most alternatives whose log-probabilities are reported for a token

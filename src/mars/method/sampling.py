@@ -197,10 +197,14 @@ class SamplingTensors:
 
     def sample(self, scores: Tensor, positions: Tensor) -> Tensor:
         """Tokens (sequences, positions); ``positions`` (sequences, positions) say where in the text they stand."""
-        if not self.features.greedy:
-            noise = gumbel(self.seed, positions, scores.shape[2])
-            scores = torch.where((self.temperature == 0)[:, None, None], scores, scores + noise)
-        return argmax(scores)
+        return argmax(self.noisy(scores, positions))
+
+    def noisy(self, scores: Tensor, positions: Tensor) -> Tensor:
+        """Scores whose highest is the token to sample."""
+        if self.features.greedy:
+            return scores
+        noise = gumbel(self.seed, positions, scores.shape[2])
+        return torch.where((self.temperature == 0)[:, None, None], scores, scores + noise)
 
 
 def argmax(scores: Tensor) -> Tensor:

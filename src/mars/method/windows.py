@@ -1,4 +1,4 @@
-"""What a sequence feeds in one decoding forward: ``last token | draft tokens | mask groups``.
+"""What a sequence feeds in one decoding forward: ``last token | draft tokens | mask groups | candidate groups``.
 
 *last token*
     The newest token that is decided. Its keys and values are not cached yet.
@@ -8,48 +8,62 @@
 *mask groups*
     ``masks`` mask tokens each. A group follows the last token and some number of drafts, its *acceptance point*, as if
     exactly so many drafts had been accepted. Groups do not see each other.
+*candidate groups*
+    Mask groups whose first mask gives way to a *candidate*, another guess of the token at its place than the draft
+    there. If the AR model writes just that, the group is the one to read: its logits go on behind the candidate, so
+    the first of its predictions is the AR model's own.
 
-The last token and the drafts are the *verified positions*. A window whose only group follows all drafts is a *chain*,
-one with more groups a *tree*. All windows of a batch have one shape; what a sequence does not need of it is computed
-and ignored.
+The last token and the drafts are the *verified positions*. A window whose only mask group follows all drafts is a
+*chain*, one with more of them a *tree*. All windows of a batch have one shape; what a sequence does not need of it is
+computed and ignored.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mars.errors import MarsError
+from mars.method.tensors import send
 from mars.method.visibility import PADDING, Visibility, visibility_table
 
 NARROW = 4  # tokens per forward of windows that pay where wider ones do not
-NO_GROUP = -1  # stands for the start of a mask group that does not exist
+NO_GROUP = -1  # stands for the start of a mask group that does not exist, and for the place of such a candidate
+ALTERNATIVES = 3  # most candidates for one place
 
 
-def parse_window(text: str, block_size: int) -> int:
-    """How many mask groups ``chain``, ``tree`` (one for every acceptance point) or ``tree=N`` ask for."""
-    if text in ("chain", "tree"):
-        return 1 if text == "chain" else block_size
-    number = text.removeprefix("tree=")
-    if number != text and number.isdecimal() and int(number) > 0:
-        return int(number)
-    raise MarsError(f"unknown window {text!r}: use chain, tree, or tree=N with N mask groups")
+def parse_window(text: str, block_size: int) -> Window:
+    """``chain``, ``tree`` (a mask group for every acceptance point) or ``tree=N``; then ``+N`` for N candidates."""
+    known = re.fullmatch(r"(?:(chain)|tree(?:=0*([1-9]\d*))?)(?:\+(\d+))?", text)
+    if known is None:
+        raise MarsError(
+            f"unknown window {text!r}: use chain, tree, or tree=N with N mask groups, each with or without candidates, "
+            "such as tree+4"
+        )
+    chain, groups, candidates = known.groups()
+    return Window.of(1 if chain else int(groups or block_size), block_size, int(candidates or 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The shape of a window: room for ``drafts`` draft tokens, then ``groups`` groups of ``masks`` masks."""
+    """The shape of a window: room for ``drafts`` draft tokens, then ``groups`` mask groups of ``masks`` tokens each and
+    ``candidates`` candidate groups as long as these."""
 
     drafts: int = 0
     groups: int = 0
     masks: int = 0
+    candidates: int = 0
 
     @classmethod
-    def of(cls, groups: int, block_size: int) -> Window:
-        """The full window of a model that predicts ``block_size`` tokens per forward."""
-        return cls(block_size - 1, min(groups, block_size), block_size - 1) if block_size > 1 else cls()
+    def of(cls, groups: int, block_size: int, candidates: int = 0) -> Window:
+        """The full window of a model that predicts ``block_size`` tokens per forward, with no more than it can use."""
+        masks = block_size - 1
+        return cls(masks, min(groups, block_size), masks, min(candidates, ALTERNATIVES * masks)) if masks else cls()
 
     @property
     def verified(self) -> int:
@@ -58,16 +72,17 @@ class Window:
     @property
     def all_masks(self) -> int:
         """The masks of all groups."""
-        return self.groups * self.masks
+        return self.width - self.verified - self.candidates
 
     @property
     def width(self) -> int:
-        return self.verified + self.all_masks
+        return self.verified + (self.groups + self.candidates) * self.masks
 
     def __str__(self) -> str:
         if not self.groups:
             return "one-token"
-        return "chain" if self.groups == 1 else "tree" if self.groups == self.verified else f"tree={self.groups}"
+        name = "chain" if self.groups == 1 else "tree" if self.groups == self.verified else f"tree={self.groups}"
+        return f"{name}+{self.candidates}" if self.candidates else name
 
     @classmethod
     def useful(cls, block_size: int) -> list[Window]:
@@ -77,7 +92,20 @@ class Window:
 
     def __or__(self, other: Window) -> Window:
         """The smallest window that holds both."""
-        return Window(max(self.drafts, other.drafts), max(self.groups, other.groups), max(self.masks, other.masks))
+        return Window(*map(max, astuple(self), astuple(other)))
+
+
+class Candidates(NamedTuple):
+    """Other guesses of the token behind some of the drafts, the likeliest first."""
+
+    tokens: Tensor  # (sequences, n)
+    points: Tensor  # (sequences, n): behind how many accepted drafts; `NO_GROUP`: this one does not exist
+
+    @classmethod
+    def of(cls, known: Sequence[Sequence[tuple[int, int]]], n: int, device: torch.device | str = "cpu") -> Candidates:
+        """Tokens and points of each sequence, and room for ``n``."""
+        rows = [[*each, *[(0, NO_GROUP)] * (n - len(each))] for each in known]
+        return cls(*send(torch.tensor(rows, dtype=torch.long).view(len(known), n, 2), device).unbind(2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +120,29 @@ class WindowBatch:
     mask_count: Tensor  # (sequences,): masks in each group of the sequence
     masks: int  # masks in the largest group
     starts: Tensor  # (sequences,): the row of each window's first token among the logits of all windows
+    candidates: Candidates  # each of which begins a group of its own, behind the other groups
+    first_candidate: int = 0  # where the first of these groups starts
 
     def verified_rows(self) -> Tensor:
         """(sequences, most drafts + 1): rows of the logits that verify the drafts and yield the token after them."""
         steps = torch.arange(self.drafts.shape[1] + 1, device=self.drafts.device)
         return self.starts[:, None] + torch.minimum(steps, self.draft_count[:, None])
 
-    def mask_rows(self, accepted: Tensor) -> tuple[Tensor, Tensor]:
-        """(sequences, masks): rows of the group behind ``accepted`` drafts, and how many of them are real."""
+    def mask_rows(self, accepted: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(sequences, masks): rows of the group behind ``accepted`` drafts and the ``token`` after them.
+
+        Also how many of them are real, and whether the first is that of a candidate instead of a mask.
+        """
         start = self.groups.gather(1, accepted[:, None])
+        tokens, points = self.candidates
+        matches = (points == accepted[:, None]) & (tokens == token[:, None])
+        number = (matches.cumsum(1) == 0).sum(1, keepdim=True)  # of the candidate that matches
+        is_candidate = (number < tokens.shape[1])[:, 0]
+        start = torch.where(is_candidate[:, None], self.first_candidate + number * self.masks, start)
         count = torch.where(start[:, 0] == NO_GROUP, 0, self.mask_count)
         steps = torch.arange(self.masks, device=self.drafts.device)
-        return self.starts[:, None] + torch.where(steps < count[:, None], start + steps, 0), count
+        rows = self.starts[:, None] + torch.where(steps < count[:, None], start + steps, 0)
+        return rows, count, is_candidate
 
 
 def build_windows(
@@ -116,12 +155,14 @@ def build_windows(
     emitted: Tensor,
     groups: Tensor,
     masks: Tensor,
+    candidates: Candidates | None = None,
 ) -> WindowBatch:
     """Windows of one shape from the state of their sequences; every tensor has an entry per sequence.
 
     ``drafts`` (sequences, most drafts) were ``emitted`` or wait for verification. Emitted ones are always accepted, so
     one group behind all of them will do. Otherwise a sequence gets at most ``groups`` groups, of ``masks`` masks each,
-    at the likeliest acceptance points: all drafts accepted, then none, one, …
+    at the likeliest acceptance points: all drafts accepted, then none, one, … It also gets a group for each of its
+    ``candidates`` that the window has room for.
     """
     device = last.device
     drafts = drafts[:, : window.drafts]
@@ -131,10 +172,20 @@ def build_windows(
 
     number = torch.arange(window.groups, device=device)
     points = torch.where(number < early, number, count)
+    if candidates is None:
+        candidates = Candidates.of([[]] * len(last), window.candidates, device)
+    guesses, behind = (each[:, : window.candidates] for each in candidates)
+    behind = torch.where(emitted[:, None] | (behind > count), NO_GROUP, behind)
+    points = torch.cat([points, behind.clamp(min=0)], 1)
+
     verified = torch.arange(window.verified, device=device).expand(len(last), -1)
     ahead = torch.arange(1, window.masks + 1, device=device)
     mask_position = (points[:, :, None] + ahead).flatten(1)
-    mask_group = (number + 1).repeat_interleave(window.masks).expand_as(mask_position)
+    mask_group = torch.arange(1, points.shape[1] + 1, device=device).repeat_interleave(window.masks)
+    mask_group = mask_group.expand_as(mask_position)
+    masked = torch.full_like(mask_position, mask_token)
+    if window.candidates:
+        masked[:, window.groups * window.masks :: window.masks] = torch.where(behind == NO_GROUP, mask_token, guesses)
     position = torch.cat([verified, mask_position], 1)
     visibility = Visibility(
         document=torch.zeros_like(position),
@@ -145,7 +196,7 @@ def build_windows(
     group_at = torch.where(verified == count, early, verified)  # the number of the group behind so many drafts
     exists = ((verified < early) | (verified == count)) & (group_at < window.groups)
     return WindowBatch(
-        tokens=torch.cat([last[:, None], drafts, torch.full_like(mask_position, mask_token)], 1),
+        tokens=torch.cat([last[:, None], drafts, masked], 1),
         visibility=visibility,
         drafts=drafts,
         draft_count=count[:, 0],
@@ -153,6 +204,8 @@ def build_windows(
         mask_count=masks.clamp(max=window.masks),
         masks=window.masks,
         starts=torch.arange(len(last), device=device) * window.width,
+        candidates=Candidates(guesses, behind),
+        first_candidate=window.verified + window.groups * window.masks,
     )
 
 

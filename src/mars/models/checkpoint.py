@@ -45,6 +45,11 @@ class Checkpoint:
         return end_tokens(self.module, self.tokenizer)
 
     @property
+    def block_size(self) -> int:
+        """Tokens that a forward predicts by default; 1 for a model that was not converted."""
+        return self.settings.block_size if self.settings else 1
+
+    @property
     def mask_token_id(self) -> int | None:
         return self.settings.mask_token_id if self.settings else None
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mars.method.tensors import send
-from mars.method.windows import Window, WindowBatch, build_windows, visible_in_cache
+from mars.method.windows import Candidates, Window, WindowBatch, build_windows, visible_in_cache
 from mars.models.attention import dense_attention, fold_mask, forward
 from mars.models.checkpoint import Checkpoint
 
@@ -95,6 +95,7 @@ def windows_of(
     emitted: list[bool] | None = None,
     groups: list[int] | None = None,
     masks: list[int] | None = None,
+    candidates: Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> WindowBatch:
     """Windows of last tokens and the drafts behind each; by default with all of the window's masks, as in a chain."""
     count, device = len(texts), checkpoint.device
@@ -108,4 +109,5 @@ def windows_of(
         emitted=send(emitted or [True] * count, device),
         groups=send(groups or [1] * count, device),
         masks=send(masks or [window.masks] * count, device),
+        candidates=Candidates.of(candidates or [[]] * count, window.candidates, device),
     )

@@ -5,6 +5,8 @@ a forward needs is built anew from it.
 """
 
 from collections.abc import Sequence as SequenceOf
+from functools import reduce
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -112,23 +114,27 @@ class Decoder:
 
 def feed(checkpoint: Checkpoint, sequences: SequenceOf[Sequence]) -> WindowBatch:
     """The windows of the next forward."""
-    window = Window()
-    groups, masks = [], []
-    for sequence in sequences:
-        block_size = sequence.request.block_size if sequence.dial.uses_masks else 1
-        groups.append(sequence.request.mask_groups or 1)
-        masks.append(block_size - 1)
-        window |= Window(drafts=len(sequence.drafts)) | Window.of(groups[-1], block_size)
+    wanted = [_window(each) for each in sequences]
     return windows_of(
         checkpoint,
-        window,
+        reduce(or_, wanted, Window(max(len(each.drafts) for each in sequences))),
         [(each.tokens[-1], each.drafts) for each in sequences],
         emitted=[each.drafts_emitted for each in sequences],
-        groups=groups,
-        masks=masks,
+        groups=[max(1, each.groups) for each in wanted],
+        masks=[each.masks for each in wanted],
+        candidates=[each.candidates[: window.candidates] for each, window in zip(sequences, wanted, strict=True)],
     )
 
 
+def _window(sequence: Sequence) -> Window:
+    """What the sequence wants of a window, besides room for its drafts: a chain unless its request says otherwise."""
+    if not sequence.dial.uses_masks:
+        return Window()
+    return sequence.request.window or Window.of(1, sequence.request.block_size)
+
+
 def _capacity(sequence: Sequence) -> int:
-    """Its text, and the widest tree behind it."""
-    return len(sequence.request.prompt) + sequence.max_tokens + sequence.request.block_size**2 + MOST_DRAFTS
+    """Its text, and the widest window behind it."""
+    request = sequence.request
+    tree = Window.of(request.block_size, request.block_size)
+    return len(request.prompt) + sequence.max_tokens + ((request.window or tree) | tree).width + MOST_DRAFTS

@@ -74,7 +74,7 @@ def _run(connection: Connection, options: EngineOptions) -> int:
         logs.install(options.log_level)
     try:
         EngineProcess(connection, options).run()
-    except (EOFError, BrokenPipeError):
+    except (EOFError, ConnectionError):
         pass  # the server is gone
     except MarsError as error:  # somebody's mistake, not ours: the message is all it needs
         connection.send(messages.EngineFailed(str(error)))

@@ -35,7 +35,7 @@ class CpuRunner(Runner):
         self._model.forward(tokens, visibility, slots, cursors, self.state.page_table, wants_logits=False)
 
     def step(self, inputs: StepInputs, window: Window, longest: int) -> StepOutputs:
-        if inputs.features == Features() and inputs.dial_features == DialFeatures():
+        if inputs.features == Features() and inputs.dial_features == DialFeatures() and not window.candidates:
             return self._model.decode(inputs, window, self.state)
         return super().step(inputs, window, longest)
 
@@ -49,6 +49,8 @@ class CpuRunner(Runner):
 def real_tokens(windows: WindowBatch) -> Tensor:
     """(sequences, width): which tokens of the windows are not padding."""
     columns = torch.arange(windows.tokens.shape[1])
-    start = windows.groups[:, :, None]  # of the groups that there are
+    points = windows.candidates.points
+    candidates = windows.first_candidate + torch.arange(points.shape[1]) * windows.masks
+    start = torch.cat([windows.groups, torch.where(points == NO_GROUP, NO_GROUP, candidates)], 1)[:, :, None]
     in_group = (start != NO_GROUP) & (columns >= start) & (columns < start + windows.mask_count[:, None, None])
     return (columns <= windows.draft_count[:, None]) | in_group.any(1)

@@ -4,8 +4,7 @@ The inputs of a token are summed in an order that does not depend on how many to
 them into parts for layers with so few outputs that they would keep few multiprocessors busy.
 
 Masks of a gated adapter use other weights than the tokens of the text. The tokens of a step are windows one behind the
-other, each of ``verified`` tokens followed by masks, so a program knows from the numbers of its rows which of them are
-masks. Two forms of the same product:
+other, so a program knows from the numbers of its rows which of them are masks. Two forms of the same product:
 
 `two_sets`
     A second set of weights has the change added in. A program takes rows of one kind and reads that kind's set.
@@ -71,6 +70,14 @@ def num_parts(outputs: int, inputs: int) -> int:
     return 1 << max(1, parts).bit_length() - 1
 
 
+SHAPE = ["sequences", "verified", "grouped", "candidates", "masks"]
+"""Of windows, as the kernels have it"""
+
+
+def _shape(tokens: int, window: Window) -> tuple[int, ...]:
+    return tokens // window.width, window.verified, window.groups * window.masks, window.candidates, window.masks
+
+
 def _options(tile: Tile, step: int, x: Tensor) -> dict[str, Any]:
     """Of a launch: as many stages as the device has room for."""
     stage = (tile.tokens + tile.outputs) * step * x.dtype.itemsize
@@ -88,11 +95,24 @@ def _shared_memory(device: torch.device) -> int:
 
 
 @triton.jit
-def _rows(item, count, each, first, width):
-    """Rows of tokens of one kind, of which a window has ``each`` from ``first`` on, and which of them exist."""
-    real = item < count
+def _rows(item, is_mask, sequences, verified, grouped, candidates, masks):
+    """Rows of tokens of one kind, and which of them exist.
+
+    A window has ``verified`` tokens of the text, ``grouped`` masks, and ``candidates`` groups of ``masks`` tokens each,
+    the first of which is one of the text.
+    """
+    follow = tl.where(is_mask, tl.maximum(masks - 1, 1), 1)  # tokens of the kind in a candidate's group
+    first = tl.where(is_mask, verified, 0)
+    most = tl.where(is_mask, grouped, verified)
+    each = tl.maximum(most + candidates * tl.where(is_mask, masks - 1, 1), 1)
+    real = item < sequences * each
     item = tl.where(real, item, 0)
-    return (item // each * width + first + item % each).to(tl.int64), real
+    index = item % each
+    behind = tl.maximum(index - most, 0)
+    grouped_ends = verified + grouped
+    group = grouped_ends + behind // follow * masks + behind % follow + tl.where(is_mask, 1, 0)
+    column = tl.where(index < most, first + index, group)
+    return (item // each * (grouped_ends + candidates * masks) + column).to(tl.int64), real
 
 
 @triton.jit
@@ -110,19 +130,18 @@ def _sum(weights, x, total, first, last, inputs, INPUTS: tl.constexpr, EVEN: tl.
     return total
 
 
-@triton.jit(do_not_specialize=["sequences", "verified", "masks"])
+@triton.jit(do_not_specialize=SHAPE)
 def _two_sets(
-    x, weights, bias, out, sequences, verified, masks, outputs, inputs, set_size, part_size,
+    x, weights, bias, out, sequences, verified, grouped, candidates, masks, outputs, inputs, set_size, part_size,
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
     ALONE: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     """A program sums all ``PARTS`` or, if it is not ``ALONE``, one of them, which has ``PART`` inputs."""
     tile = tl.program_id(0)
-    text_tiles = tl.cdiv(sequences * verified, TOKENS)
+    text_tiles = tl.cdiv(sequences * (verified + candidates), TOKENS)
     is_mask = tile >= text_tiles
-    each = tl.where(is_mask, masks, verified)
     item = (tile - tl.where(is_mask, text_tiles, 0)) * TOKENS + tl.arange(0, TOKENS)
-    row, real = _rows(item, sequences * each, each, tl.where(is_mask, verified, 0), verified + masks)
+    row, real = _rows(item, is_mask, sequences, verified, grouped, candidates, masks)
     column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     there = column < outputs
     weights += is_mask.to(tl.int64) * set_size + tl.where(there, column, 0).to(tl.int64)[:, None] * inputs
@@ -163,10 +182,11 @@ def product(
     """
     x = x.contiguous()
     outputs, inputs = weights.shape[-2:]
-    sequences, verified, masks = 1, len(x), 0
-    if weights.ndim == 3:
-        sequences, verified, masks = len(x) // window.width, window.verified, window.all_masks
-    kinds = (sequences * verified, sequences * masks)
+    if weights.ndim == 2:
+        window = Window(drafts=len(x) - 1)
+    shape = _shape(len(x), window)
+    masks = shape[0] * window.all_masks
+    kinds = (len(x) - masks, masks)
     tile = tile or tile_for(max(kinds), outputs)
     step = inputs_at_once(inputs, x.dtype)
     grid = (sum(triton.cdiv(each, tile.tokens) for each in kinds), triton.cdiv(outputs, tile.outputs))
@@ -174,7 +194,7 @@ def product(
     out = x.new_empty(len(x), outputs) if alone else x.new_empty(parts, len(x), outputs, dtype=torch.float32)
     _two_sets[*grid, 1 if alone else parts](
         *(x, weights, x if bias is None else bias, out),
-        *(sequences, verified, masks, outputs, inputs, outputs * inputs, len(x) * outputs),
+        *(*shape, outputs, inputs, outputs * inputs, len(x) * outputs),
         TOKENS=tile.tokens,
         OUTPUTS=tile.outputs,
         INPUTS=step,
@@ -198,15 +218,15 @@ def add_parts(values, mask, PARTS: tl.constexpr, part_size):
     return total
 
 
-@triton.jit(do_not_specialize=["sequences", "verified", "masks"])
+@triton.jit(do_not_specialize=SHAPE)
 def _expand(
-    y, b, sequences, verified, masks, rank, stride, part_size,
+    y, b, sequences, verified, grouped, candidates, masks, rank, stride, part_size,
     PARTS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, RANK: tl.constexpr, EVEN: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     """Columns of ``y``: outputs of up to three layers, then projections of each. A program has one layer's outputs."""
     item = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    row, real = _rows(item, sequences * masks, masks, verified, verified + masks)
+    row, real = _rows(item, True, sequences, verified, grouped, candidates, masks)
     tile = tl.program_id(1)
     first_tiles: tl.constexpr = (FIRST + OUTPUTS - 1) // OUTPUTS
     second_tiles: tl.constexpr = (SECOND + OUTPUTS - 1) // OUTPUTS
@@ -243,14 +263,15 @@ def expand(y: Tensor, b: Tensor, sizes: list[int], window: Window, tile: Tile | 
     """
     first, second, third = [*sizes, 0, 0][:3]
     parts, tokens = (1, *y.shape)[-3:-1]
-    sequences, masks = tokens // window.width, window.all_masks
+    shape = _shape(tokens, window)
+    masks = shape[0] * window.all_masks
     if tile is None:
-        tile = EXPANSION._replace(tokens=max(16, min(MOST_TOKENS, triton.next_power_of_2(sequences * masks))))
+        tile = EXPANSION._replace(tokens=max(16, min(MOST_TOKENS, triton.next_power_of_2(masks))))
     rank = b.shape[1]
     step = max(16, min(128, triton.next_power_of_2(rank)))
-    grid = (triton.cdiv(sequences * masks, tile.tokens), sum(triton.cdiv(each, tile.outputs) for each in sizes))
+    grid = (triton.cdiv(masks, tile.tokens), sum(triton.cdiv(each, tile.outputs) for each in sizes))
     _expand[grid](
-        *(y, b, sequences, window.verified, masks, rank, y.stride(-2), tokens * y.stride(-2)),
+        *(y, b, *shape, rank, y.stride(-2), tokens * y.stride(-2)),
         PARTS=parts,
         FIRST=first,
         SECOND=second,

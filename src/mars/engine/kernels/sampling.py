@@ -16,7 +16,7 @@ from torch import Tensor
 from mars.engine.device_state import DeviceState
 from mars.engine.kernels import products  # noqa: F401, it defines operators
 from mars.engine.step import BIASED, FLOATS, GRAMMAR, INTEGERS, LOGPROBS, StepInputs
-from mars.method.acceptance import MEASURES, TOP_LOGPROBS
+from mars.method.acceptance import MEASURES, NO_TOKEN, TOP_LOGPROBS, Predictions
 from mars.method.markov import MarkovHead
 
 READ = (  # what the kernel reads of a step's inputs
@@ -162,11 +162,40 @@ def _confidence(source, top, top_token, measure, VOCABULARY: tl.constexpr, BLOCK
     return result
 
 
+@triton.jit
+def _noisy(
+    source, tokens, scale, samples, state, top_token, top_score, cuts, limit, ties, tied, min_p,
+    VOCABULARY: tl.constexpr,
+):  # fmt: skip
+    """A block of adjusted logits, which of them may be sampled, their scores with noise, and `tied` up to its end.
+
+    ``tied`` counts those at the limit, as far as they were met.
+    """
+    x = _adjusted(source, tokens, VOCABULARY)
+    score = x / scale
+    stays = tokens < VOCABULARY
+    noisy = score
+    if cuts:
+        key = _key(score)
+        at_limit = ((key == limit) & stays).to(tl.int32)
+        rank = tied + tl.cumsum(at_limit, 0) - at_limit
+        tied += tl.sum(at_limit, 0)
+        stays = stays & ((key > limit) | ((at_limit != 0) & (rank < ties)))
+    if samples:
+        share = tl.exp(score - top_score)
+        whole = tl.where(cuts | (min_p > 0), 0, 1)  # nothing is cut: tokens without mass stay, too
+        stays = stays & (share >= min_p) & ((share > 0) | (whole != 0))
+        stays = stays | (tokens == top_token)
+        noisy = tl.where(stays, score + _noise(state, tokens), float("-inf"))
+    return x, stays, noisy, tied
+
+
 @triton.jit(do_not_specialize=["banned", "columns"])
 def _choose(
     logits, rows, at, drafts, accepted, slots, integers, floats, bias, seen, counts, grammar, ends,
-    tokens_out, passes_out, banned, columns,
+    tokens_out, passes_out, shares_out, banned, columns,
     COUNT: tl.constexpr, MOST_DRAFTS: tl.constexpr, VERIFIES: tl.constexpr, POSITIONS: tl.constexpr,
+    RANKS: tl.constexpr,
     VOCABULARY: tl.constexpr, BLOCK: tl.constexpr,
     MEASURE: tl.constexpr, OPTIONS: tl.constexpr, TOP_K: tl.constexpr, SEED: tl.constexpr, MIN_POSITION: tl.constexpr,
     TOLERANCE: tl.constexpr, TRUST: tl.constexpr, TEMPERATURE: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
@@ -174,6 +203,7 @@ def _choose(
 ):  # fmt: skip
     """The token of one row of logits, and whether its draft is tolerated (verified rows) or it is confident (masks).
 
+    Besides the token, the next likeliest, ``RANKS`` in all, with the logarithms of what they have of all together.
     ``integers`` and ``floats`` are the matrices of `mars.engine.step.StepInputs` with ``columns`` columns; the
     constants from ``MEASURE`` on are their rows.
     """
@@ -240,34 +270,24 @@ def _choose(
     tolerance = tl.load(floats + TOLERANCE * columns).to(tl.float32)
     if VERIFIES & (index < MOST_DRAFTS) & (tolerance < 1.0):
         draft = tl.load(drafts + index)
+    peak = top
+    state = _scramble(tl.load(integers + SEED * columns) + _scramble(position))
     if samples | (draft >= 0):
-        state = _scramble(tl.load(integers + SEED * columns) + _scramble(position))
         best = tl.full([BLOCK], float("-inf"), tl.float32)
         first = tl.zeros([BLOCK], tl.int32)
         tied = tl.zeros([], tl.int64)
         for start in range(0, VOCABULARY, BLOCK):
             tokens = start + tl.arange(0, BLOCK)
-            x = _adjusted(source, tokens, VOCABULARY)
-            score = x / scale
-            stays = tokens < VOCABULARY
-            if cuts:
-                key = _key(score)
-                at_limit = ((key == limit) & stays).to(tl.int32)
-                rank = tied + tl.cumsum(at_limit, 0) - at_limit
-                tied += tl.sum(at_limit, 0)
-                stays = stays & ((key > limit) | ((at_limit != 0) & (rank < ties)))
+            x, stays, noisy, tied = _noisy(
+                source, tokens, scale, samples, state, top_token, top_score, cuts, limit, ties, tied, min_p, VOCABULARY
+            )
             if samples:
-                share = tl.exp(score - top_score)
-                whole = tl.where(cuts | (min_p > 0), 0, 1)  # nothing is cut: tokens without mass stay, too
-                stays = stays & (share >= min_p) & ((share > 0) | (whole != 0))
-                stays = stays | (tokens == top_token)
-                noisy = tl.where(stays, score + _noise(state, tokens), float("-inf"))
                 first = tl.where(noisy > best, tokens, first)
                 best = tl.maximum(best, noisy)
             draft_x = tl.maximum(draft_x, tl.max(tl.where((tokens == draft) & stays, x, float("-inf")), 0))
         if samples:
-            highest = tl.max(best, 0)
-            token = tl.min(tl.where(best == highest, first, VOCABULARY), 0)
+            peak = tl.max(best, 0)
+            token = tl.min(tl.where(best == peak, first, VOCABULARY), 0)
             token = tl.where(token < VOCABULARY, token, top_token)
     passes = (draft_x > float("-inf")) & (tl.exp(draft_x - top) >= tolerance)
     if not VERIFIES:
@@ -275,8 +295,41 @@ def _choose(
         if trust < float("inf"):
             measure = tl.load(integers + MEASURE * columns)
             passes = _confidence(source, top, top_token, measure, VOCABULARY, BLOCK) >= trust
-    tl.store(tokens_out + place, token.to(tl.int64))
+    tokens_out += place * RANKS
+    tl.store(tokens_out, token.to(tl.int64))
     tl.store(passes_out + place, passes)
+    if RANKS > 1:
+        mass = tl.zeros([BLOCK], tl.float32)
+        tied = tl.zeros([], tl.int64)
+        for start in range(0, VOCABULARY, BLOCK):
+            tokens = start + tl.arange(0, BLOCK)
+            _, _, noisy, tied = _noisy(
+                source, tokens, scale, samples, state, top_token, top_score, cuts, limit, ties, tied, min_p, VOCABULARY
+            )
+            mass += tl.exp(noisy - peak)
+        log_total = peak + tl.log(tl.sum(mass, 0))
+        shares_out += place * RANKS
+        tl.store(shares_out, peak - log_total)
+        last = peak
+        last_token = token
+        for rank in range(1, RANKS):  # the highest of those behind the last one found, in order of score, then token
+            best = tl.full([BLOCK], float("-inf"), tl.float32)
+            first = tl.full([BLOCK], VOCABULARY, tl.int32)
+            tied = tl.zeros([], tl.int64)
+            for start in range(0, VOCABULARY, BLOCK):
+                tokens = start + tl.arange(0, BLOCK)
+                _, _, noisy, tied = _noisy(
+                    *(source, tokens, scale, samples, state, top_token, top_score, cuts, limit, ties, tied, min_p),
+                    VOCABULARY,
+                )
+                behind = (noisy < last) | ((noisy == last) & (tokens > last_token))
+                better = behind & (tokens < VOCABULARY) & ((noisy > best) | (first == VOCABULARY))
+                first = tl.where(better, tokens, first)
+                best = tl.where(better, noisy, best)
+            last = tl.max(best, 0)
+            last_token = tl.min(tl.where(best == last, first, VOCABULARY), 0)
+            tl.store(tokens_out + rank, tl.where(last_token < VOCABULARY, last_token, 0).to(tl.int64))
+            tl.store(shares_out + rank, last - log_total)
 
 
 @triton.jit(do_not_specialize=["banned", "columns"])
@@ -346,26 +399,30 @@ class KernelChoices:
     is_invariant: bool = False  # shall what the head adds not depend on the number of masks?
 
     def verify(self, rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        tokens, tolerated = self._choose(self.logits, rows, at, None)
-        return tokens, tolerated[:, :-1]
+        tokens, _, tolerated = self._choose(self.logits, rows, at)
+        return tokens[:, :, 0], tolerated[:, :-1]
 
     @property
     def has_head(self) -> bool:
         return self.head is not None
 
     def predict(
-        self, rows: Tensor, at: Tensor, accepted: Tensor, before: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, rows: Tensor, at: Tensor, accepted: Tensor, before: Tensor | None = None, ranks: int = 1
+    ) -> Predictions:
         if self.head is None or before is None:
-            return self._choose(self.logits, rows, at, accepted)
+            return self._choose(self.logits, rows, at, accepted, ranks)
         logits = self.logits[rows.flatten()]
-        first, second = (each.to(logits.dtype) for each in (self.head.before[before.flatten()], self.head.after))
+        before = before.flatten()
+        first, second = (each.to(logits.dtype) for each in (self.head.before[before.clamp(min=0)], self.head.after))
+        if ranks > 1:
+            first = torch.where((before == NO_TOKEN)[:, None], 0.0, first)
         logits = (
             logits + torch.ops.mars.product(first, second)
             if self.is_invariant
             else torch.addmm(logits, first, second.T)
         )
-        return self._choose(logits, torch.arange(len(logits), device=rows.device).view_as(rows), at, accepted)
+        rows = torch.arange(len(logits), device=rows.device).view_as(rows)
+        return self._choose(logits, rows, at, accepted, ranks)
 
     def logprobs(self, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """What `mars.method.acceptance.logprobs` finds, for sequences that want it; others keep what was there."""
@@ -377,24 +434,29 @@ class KernelChoices:
         _logprobs[tuple(rows.shape)](*given, len(self.inputs), **constants, OPTIONS=INTEGERS.index("options"))
         return values, ids
 
-    def _choose(self, logits: Tensor, rows: Tensor, at: Tensor, accepted: Tensor | None) -> tuple[Tensor, Tensor]:
-        tokens, passes = torch.empty_like(at), torch.empty_like(at, dtype=torch.bool)
+    def _choose(
+        self, logits: Tensor, rows: Tensor, at: Tensor, accepted: Tensor | None = None, ranks: int = 1
+    ) -> Predictions:
+        tokens = torch.empty(*at.shape, ranks, dtype=torch.long, device=at.device)
+        log_shares = torch.zeros(tokens.shape, device=at.device)
+        passes = torch.empty_like(at, dtype=torch.bool)
         if not rows.numel():
-            return tokens, passes
+            return Predictions(tokens, log_shares, passes)
         inputs, state = self.inputs, self.state
         told = (inputs.slots.contiguous(), inputs.integers, inputs.floats)
         held = (state.bias, state.seen, state.counts, state.grammar, self.ends)
         where = (rows.contiguous(), at.contiguous(), self.drafts.contiguous(), rows if accepted is None else accepted)
         _choose[tuple(rows.shape)](
-            *(logits, *where, *told, *held, tokens, passes, self.banned, len(inputs)),
+            *(logits, *where, *told, *held, tokens, passes, log_shares, self.banned, len(inputs)),
             COUNT=rows.shape[1],
             MOST_DRAFTS=self.drafts.shape[1],
             VERIFIES=accepted is None,
+            RANKS=ranks,
             POSITIONS=state.grammar.shape[1],
             **rows_read(),
             **self._sizes(),
         )
-        return tokens, passes
+        return Predictions(tokens, log_shares, passes)
 
     def _sizes(self) -> dict[str, int]:
         vocabulary = self.logits.shape[1]

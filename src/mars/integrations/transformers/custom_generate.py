@@ -39,7 +39,7 @@ from transformers.generation import BaseStreamer
 
 from mars.method.acceptance import Decision, Dial, DialTensors, decide
 from mars.method.markov import MarkovHead
-from mars.method.sampling import SamplingParams, SamplingTensors, argmax
+from mars.method.sampling import SamplingParams, SamplingTensors
 from mars.method.windows import Window, build_windows
 from mars.models.adapter_files import find_adapter, read_adapter
 from mars.models.gated import GatedAdapter
@@ -205,10 +205,10 @@ class TorchSampling(SamplingTensors):
 
     noise: dict[int, Tensor] = field(default_factory=dict)
 
-    def sample(self, scores: Tensor, positions: Tensor) -> Tensor:
+    def noisy(self, scores: Tensor, positions: Tensor) -> Tensor:
         if self.features.greedy or not positions.numel():
-            return argmax(scores)
-        return argmax(scores + torch.stack([self._noise(at, scores[0, 0]) for at in positions[0].tolist()]))
+            return scores
+        return scores + torch.stack([self._noise(at, scores[0, 0]) for at in positions[0].tolist()])
 
     def _noise(self, position: int, like: Tensor) -> Tensor:
         if position not in self.noise:

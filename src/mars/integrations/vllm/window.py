@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mars.method.acceptance import leading
 from mars.method.visibility import Visibility
-from mars.method.windows import NO_GROUP, WindowBatch
+from mars.method.windows import NO_GROUP, Candidates, WindowBatch
 
 
 def read_windows(tokens: Tensor, starts: Tensor, *, mask_token: int, width: int, masks: int) -> WindowBatch:
@@ -46,4 +46,5 @@ def read_windows(tokens: Tensor, starts: Tensor, *, mask_token: int, width: int,
         mask_count=mask_count,
         masks=masks,
         starts=first,
+        candidates=Candidates.of([[]] * len(first), 0, tokens.device),
     )
