@@ -16,10 +16,10 @@ from triton.compiler import ASTSource
 from mars.engine.kernels import invariant_attention, layers, products
 
 SHARED = {80: 163, 89: 99, 90: 227}  # KiB that a program may have, by compute capability
-LONG = {"tokens", "table", "slots", "cursors", "reach", "positions", "lengths"}
+LONG = {"tokens", "items", "rows", "num_text", "table", "slots", "cursors", "reach", "positions", "lengths"}
 FLOATS = {"part_mixed", "part_most", "part_total"}
 NUMBERS = {"scale": "fp32", "epsilon": "fp32", "mask_token": "i64"}
-COUNTS = {*products.SHAPE, "rank", "splits", "most_parts", "last_position"}
+COUNTS = {"num_tokens", "rank", "splits", "most_parts", "last_position"}
 EVEN = {"inputs", "outputs", "set_size", "part_size", "stride", "table_slot"}  # multiples of 16
 ROW = {"SIZE": 576, "SIZE_UP": 1024}
 ROTARY = {"WIDTH": 7, "HEADS": 28, "SHARED": 4, "ALL_UP": 64, "SIZE": 128, "HALF_UP": 64, "PAGE": 16}
@@ -66,11 +66,11 @@ def main() -> None:
     for capability, most in SHARED.items():
         products._shared_memory = lambda _, most=most: 1024 * (most - 4)  # type: ignore[assignment]
         kinds = set()
-        for parted, (_, _, tile) in product([False, True], products.TILES):
+        for parted, sets, (_, _, tile) in product([False, True], [1, 2], products.TILES):
             options = products._options(tile, step, torch.empty(0, dtype=torch.bfloat16))
             constants = {"TOKENS": tile.tokens, "OUTPUTS": tile.outputs, "INPUTS": step, "PARTS": 2, "PART": 1024}
-            constants |= {"ALONE": not parted, "EVEN": True, "BIAS": not parted, "PRECISE": False}
-            kinds.add(compile_for(capability, products._two_sets, constants, options))
+            constants |= {"SETS": sets, "ALONE": not parted, "EVEN": True, "BIAS": not parted, "PRECISE": False}
+            kinds.add(compile_for(capability, products._product, constants, options))
         assert len(kinds) == 1 and all(kinds), kinds
         stages = invariant_attention.num_stages(torch.bfloat16)
         options = {"num_warps": 4, "num_stages": stages, **layers.UNFUSED}

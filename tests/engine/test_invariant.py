@@ -19,6 +19,7 @@ from mars.core.request import Request
 from mars.engine import Engine, compilation, run
 from mars.engine.cache import PagedCache, layer_shapes
 from mars.engine.device_state import DeviceState
+from mars.engine.packing import Packing
 from mars.engine.paged_attention import PagedWindows
 from mars.engine.runner import Runner
 from mars.method.acceptance import Dial
@@ -103,8 +104,10 @@ def fed(runner: Runner, window: Window, sequences: list[tuple[int, int, int, lis
     )
     lengths = torch.full_like(cursors, window.width)
     with torch.inference_mode():
-        attention = runner._attention(window, slots, cursors, windows.visibility, lengths, None)
-        return runner._forward(windows.tokens, attention).unflatten(0, windows.tokens.shape)
+        packing = Packing.whole(len(slots), window, DEVICE)
+        attention = runner._attention(window, slots, cursors, windows.visibility, lengths, packing, None)
+        positions = packing.pack(cursors[:, None] + windows.visibility.position)
+        return runner._forward(packing.pack(windows.tokens), positions, attention)[packing.rows]
 
 
 def logits(runner: Runner, window: Window) -> Tensor:
@@ -246,18 +249,20 @@ def test_attention_has_the_same_bits_however_it_is_split(name: str, sliding: int
     query = torch.randn(3 * window.width, 6, 16, device=DEVICE)
     options = {"positions": built.visibility.position.contiguous(), "reach": built.visibility.reach.contiguous()}
     options |= {"window": window, "page_table": table, "lengths": lengths, "scale": 0.3, "sliding": sliding} | where
+    packing = Packing.whole(3, window, DEVICE)
+    options["rows"] = packing.rows
     found = [invariant_attention.attend(query, store, **options, splits=splits) for splits in (1, 2, 7)]
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
     cache = PagedCache([], 0, 16, DEVICE)
     cache.layers = [tuple(each.clone() for each in store)]
     nothing = torch.zeros_like(lengths)  # is stored anew
-    windows = PagedWindows(cache, window, table, visibility=built.visibility, lengths=nothing, **where)
-    query = query.view(3, window.width, 6, 16).transpose(1, 2)
+    windows = PagedWindows(cache, window, table, visibility=built.visibility, lengths=nothing, packing=packing, **where)
+    query = query.transpose(0, 1)
     expected = windows.attend_densely(
-        0, query, *query.new_zeros(2, 3, 2, window.width, 16), sliding=sliding, scale=0.3, softcap=None, sinks=None
+        0, query, *query.new_zeros(2, 2, query.shape[1], 16), sliding=sliding, scale=0.3, softcap=None, sinks=None
     )
-    torch.testing.assert_close(found[0], expected.flatten(0, 1), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found[0], expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -270,6 +275,7 @@ def test_padding_of_a_chunk_reads_no_pages_behind_the_text(splits: int) -> None:
     store = tuple(torch.randn(2, 4, 1, 16, 16, device=DEVICE))
     query = torch.randn(16, 2, 16, device=DEVICE)
     where = {"window": window, "slots": slots, "cursors": cursors, "positions": columns, "reach": columns, "scale": 0.3}
+    where["rows"] = columns
     found = invariant_attention.attend(query, store, page_table=pages[:, :3], lengths=lengths, splits=splits, **where)
     keys, values = (each[1:, 0].flatten(0, 1) for each in store)
     for column in range(5):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch.nn.functional import linear
 from mars.core.request import Request
 from mars.engine import Engine, compilation, run
 from mars.engine.compilation import Compiled
+from mars.engine.packing import NUM_TEXT
 from mars.engine.step import StepInputs, StepOutputs
 from mars.method.acceptance import Dial
 from mars.method.windows import Window
@@ -18,18 +21,22 @@ from mars.reference import Decoder
 from tests.conftest import gated_checkpoint
 
 pytest.importorskip("triton")
-from mars.engine.kernels.products import TILES, expand, inputs_at_once, two_sets
+from mars.engine.kernels.products import TILES, expand, inputs_at_once, product
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CHAIN, TREE, MASKS_FIRST = Window.of(1, 4), Window.of(4, 4), Window(drafts=0, groups=1, masks=7)
+CHAIN, TREE = Window.of(1, 4), Window.of(4, 4)
 CANDIDATES = Window.of(2, 4, 3)
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter's products know no bfloat16
 TOLERANCE = {torch.float32: {"atol": 1e-4, "rtol": 1e-4}, HALF: {"atol": 0.05, "rtol": 0.02}}
 
 
-def are_masks(window: Window, sequences: int) -> Tensor:
+def some_text(count: int) -> Tensor:
+    return torch.full((1,), count, device=DEVICE)
+
+
+def are_masks(tokens: int, text: int) -> Tensor:
     """(tokens, 1)"""
-    return (torch.arange(window.width, device=DEVICE) >= window.verified).repeat(sequences)[:, None]
+    return torch.arange(tokens, device=DEVICE)[:, None] >= text
 
 
 def normal(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -45,55 +52,53 @@ def exact_products() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize(
-    ("window", "sequences", "outputs", "inputs"),
-    [(CHAIN, 1, 40, 64), (CHAIN, 12, 33, 72), (TREE, 3, 64, 24), (MASKS_FIRST, 2, 17, 130)],
+    ("text", "masks", "outputs", "inputs"),
+    [(4, 3, 40, 64), (48, 36, 33, 72), (12, 36, 64, 24), (2, 14, 17, 130), (32, 0, 40, 64), (0, 9, 40, 64)],
 )
-def test_two_sets(window: Window, sequences: int, outputs: int, inputs: int, bias: bool, dtype: torch.dtype) -> None:
-    x = normal(sequences * window.width, inputs, dtype=dtype)
+def test_two_sets(text: int, masks: int, outputs: int, inputs: int, bias: bool, dtype: torch.dtype) -> None:
+    x = normal(text + masks, inputs, dtype=dtype)
     weights = normal(2, outputs, inputs, dtype=dtype)
     added = normal(outputs, dtype=dtype) if bias else None
     first, second = (linear(x, each, added) for each in weights)
-    expected = torch.where(are_masks(window, sequences), second, first)
+    expected = torch.where(are_masks(len(x), text), second, first)
     for tile in {None, *(tile for _, _, tile in TILES[:: 1 if DEVICE.type == "cuda" else 3])}:
-        found = two_sets(x, weights, added, window, tile)
+        found = product(x, weights, added, some_text(text), tile=tile)
         torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("sizes", [[40], [64, 33], [48, 16, 17]])
-@pytest.mark.parametrize(("window", "sequences", "rank"), [(CHAIN, 1, 16), (TREE, 3, 20), (CHAIN, 7, 144)])
-def test_expand(window: Window, sequences: int, rank: int, sizes: list[int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("text", "masks", "rank"), [(4, 3, 16), (12, 36, 20), (28, 21, 144), (16, 0, 16)])
+def test_expand(text: int, masks: int, rank: int, sizes: list[int], dtype: torch.dtype) -> None:
     outputs = sum(sizes)
-    y = normal(sequences * window.width, outputs + len(sizes) * rank, dtype=dtype)
+    y = normal(text + masks, outputs + len(sizes) * rank, dtype=dtype)
     b = normal(outputs, rank, dtype=dtype)
     projected = y[:, outputs:].split(rank, 1)
     changes = [linear(a.float(), each.float()) for a, each in zip(projected, b.split(sizes), strict=True)]
     expected = y.clone()
     changed = (y[:, :outputs].float() + torch.cat(changes, 1)).to(dtype)
-    expected[:, :outputs] = torch.where(are_masks(window, sequences), changed, y[:, :outputs])
+    expected[:, :outputs] = torch.where(are_masks(len(y), text), changed, y[:, :outputs])
     found = y.clone()
-    expand(found, b, sizes, window)
+    expand(found, b, sizes, some_text(text))
     torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
-    text = ~are_masks(window, sequences)[:, 0]
-    assert torch.equal(found[text], y[text]), "the text's rows have changed"
+    assert torch.equal(found[:text], y[:text]), "the text's rows have changed"
     assert torch.equal(found[:, outputs:], y[:, outputs:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("outputs", [96, 1088])
 def test_a_row_does_not_depend_on_the_number_of_others(outputs: int, dtype: torch.dtype) -> None:
-    """Nor on the window, whose masks are other rows then."""
     inputs, counts = 192, (1, 2, 4, 5, 8, 9, 16, 32, 40) if DEVICE.type == "cuda" else (2, 9)
     weights, added = normal(2, outputs, inputs, dtype=dtype), normal(outputs, dtype=dtype)
-    x = normal(max(counts) * CHAIN.width, inputs, dtype=dtype)
-    most = two_sets(x, weights, added, CHAIN)
-    for count in counts:
-        some = x[: count * CHAIN.width]
-        assert torch.equal(two_sets(some, weights, added, CHAIN), most[: len(some)])
-    text = x.view(-1, CHAIN.width, inputs)[:2, : CHAIN.verified]
-    treed = torch.cat([text, x.new_zeros(2, TREE.width - TREE.verified, inputs)], 1)
-    found = two_sets(treed.flatten(0, 1), weights, added, TREE).view(2, TREE.width, outputs)[:, : TREE.verified]
-    assert torch.equal(found, most.view(-1, CHAIN.width, outputs)[:2, : CHAIN.verified])
+    text, masks = normal(4 * max(counts), inputs, dtype=dtype), normal(12 * max(counts), inputs, dtype=dtype)
+    tile = None if DEVICE.type == "cuda" else TILES[0][2]  # interpreted, other tiles are summed in another order
+    texts = 4 * max(counts)
+    most = product(torch.cat([text, masks]), weights, added, some_text(texts), tile=tile)
+    for count, each in itertools.product(counts, (3, 12)):  # a chain's masks, or a tree's
+        fed = torch.cat([text[: 4 * count], masks[: each * count]])
+        found = product(fed, weights, added, some_text(4 * count), tile=tile)
+        assert torch.equal(found[: 4 * count], most[: 4 * count])
+        assert torch.equal(found[4 * count :], most[texts : texts + each * count])
 
 
 def test_inputs_are_summed_at_so_many_at_once() -> None:
@@ -104,13 +109,13 @@ def test_inputs_are_summed_at_so_many_at_once() -> None:
 @pytest.mark.parametrize("most_bytes", [0, 2**30], ids=["low rank", "two sets"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "phi3", "gpt_oss"])
 def test_prepared_models_compute_what_hooks_do(family: str, most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a step feeds it: windows one behind the other. In steps without masks the bits are the base model's."""
+    """As a step feeds it: text, then masks. In steps without masks the bits are the base model's."""
     monkeypatch.setattr(compilation, "SECOND_SET_BYTES", most_bytes)
     checkpoint = gated_checkpoint(family)
     module, adapter = checkpoint.module.to(DEVICE), checkpoint.adapter.to(DEVICE)
     adapter.scale = 1.5
     text = torch.randint(0, checkpoint.vocabulary, (1, 3 * CHAIN.width), device=DEVICE)
-    fed = torch.where(are_masks(CHAIN, 3)[:, 0], checkpoint.mask_token_id, text)
+    fed = torch.where(are_masks(3 * CHAIN.width, 12)[:, 0], checkpoint.mask_token_id, text)
 
     def logits(tokens: Tensor) -> Tensor:
         with torch.inference_mode(), own_attention(module) as model, torch.compiler.set_stance("force_eager"):
@@ -120,9 +125,10 @@ def test_prepared_models_compute_what_hooks_do(family: str, most_bytes: int, mon
     expected, base = logits(fed), logits(text)
     prepared = Compiled(module, adapter)
     assert torch.equal(logits(text), base)
-    with prepared.applied(Window()), adapter.nowhere():
+    with prepared.applied(has_masks=False), adapter.nowhere():
         torch.testing.assert_close(logits(text), base, atol=1e-5, rtol=1e-5)
-    with prepared.applied(CHAIN):
+    NUM_TEXT.set(some_text(12))
+    with prepared.applied(has_masks=True):
         torch.testing.assert_close(logits(fed), expected, atol=1e-3, rtol=1e-3)
 
 
@@ -138,7 +144,7 @@ def test_steps_of_a_prepared_model_write_what_the_plain_decoder_writes(
     prepared, run_step = Compiled(checkpoint.module, checkpoint.adapter), engine._runner._run_step
 
     def captured(inputs: StepInputs, window: Window, longest: int | None = None) -> StepOutputs:
-        with prepared.applied(window), torch.compiler.set_stance("force_eager"):
+        with prepared.applied(has_masks=window.all_masks > 0), torch.compiler.set_stance("force_eager"):
             return run_step(inputs, window, longest)
 
     monkeypatch.setattr(engine._runner, "_run_step", captured)

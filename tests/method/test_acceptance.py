@@ -121,7 +121,7 @@ def test_greedy_decisions(case) -> None:
     sequences, windows, logits, emitted = case
     decision = run(*case)
     for r, dial in enumerate(sequences):
-        own = logits[int(windows.starts[r]) :].clone()
+        own = logits[int(windows.rows[r, 0]) :].clone()
         own[:, MASK] = -math.inf
         probabilities, best = own.softmax(-1), own.argmax(-1).tolist()
         drafts = windows.drafts[r, : windows.draft_count[r]].tolist()

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from mars.method.windows import Window
 from mars.models.builtin import cache_home
 from mars.models.gated import GatedAdapter, LowRank
 
@@ -191,36 +190,21 @@ class Compiled:
         torch.cuda.empty_cache()  # of what weights were copied from
 
     @contextmanager
-    def applied(self, window: Window) -> Iterator[None]:
-        """``window``: that of the steps in this context. Layers are compiled once for all windows with masks."""
+    def applied(self, *, has_masks: bool) -> Iterator[None]:
+        """``has_masks``: do the steps in this context feed masks? Layers are compiled once for all that do."""
+        for joint in self._gated:
+            joint.acts = has_masks
         for module, name, part, _ in self._parts:
             setattr(module, name, part)
         for block, forward in self._blocks:
             block.forward = forward
         try:
-            with self._in_window(window):
-                yield
+            yield
         finally:
             for module, name, _, layer in self._parts:
                 setattr(module, name, layer)
             for block, _ in self._blocks:
                 del block.forward  # the class's own shows again
-
-    @contextmanager
-    def _in_window(self, window: Window) -> Iterator[None]:
-        """Tell gated layers where the masks are."""
-        if not self._gated:
-            yield
-            return
-        from mars.engine.kernels.products import WINDOW  # triton is not installed everywhere
-
-        for joint in self._gated:
-            joint.acts = window.all_masks > 0
-        token = WINDOW.set(window)
-        try:
-            yield
-        finally:
-            WINDOW.reset(token)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -217,7 +217,7 @@ class GraphRunner(Runner):
         """
         if not self._can_capture or time.monotonic() < self._capture_after:
             return None
-        applied = nullcontext() if self._model is None else self._model.applied(window)
+        applied = nullcontext() if self._model is None else self._model.applied(has_masks=window.all_masks > 0)
         with applied, torch._dynamo.config.patch(recompile_limit=MOST_VARIANTS), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*TensorFloat32.*")
             try:

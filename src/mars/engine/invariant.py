@@ -16,7 +16,6 @@ from mars.engine.kernels.invariant_attention import attend
 from mars.engine.kernels.layers import activate, add_and_norm, embed, rotate_and_store
 from mars.engine.kernels.products import expand, num_parts, product
 from mars.engine.paged_attention import PagedWindows
-from mars.method.windows import Window
 from mars.models.checkpoint import Checkpoint
 from mars.models.support import sliding_window
 
@@ -52,19 +51,19 @@ class InvariantModel:
 
     def forward(self, tokens: Tensor, windows: PagedWindows, *, wants_logits: bool = True) -> Tensor:
         """Logits of all tokens (tokens,) of the windows, whose keys and values go into the cache."""
-        window, adapter = windows.window, self._adapter
+        adapter = self._adapter
         mask_row = self._embedding if adapter is None else adapter.mask_row
-        mask_token = -1 if adapter is None or not window.all_masks else adapter.mask_token
+        mask_token = -1 if adapter is None or not windows.window.all_masks else adapter.mask_token
         hidden, x = embed(
             tokens, self._embedding, mask_token, mask_row.to(self._embedding), self._layers[0].norm, self._epsilon
         )
         norms = [*(each.norm for each in self._layers[1:]), self._norm]
         for number, (layer, next_norm) in enumerate(zip(self._layers, norms, strict=True)):
             x = self._attend(layer, x, windows, windows.cache.layers[number])
-            x = add_and_norm(hidden, self._product(layer.o, x, window), layer.o.bias, layer.mlp_norm, self._epsilon)
-            both = self._product(layer.gate_up, x, window)
+            x = add_and_norm(hidden, self._product(layer.o, x, windows), layer.o.bias, layer.mlp_norm, self._epsilon)
+            both = self._product(layer.gate_up, x, windows)
             x = activate(both, layer.gate_up.bias, self._inner, x.dtype)
-            x = add_and_norm(hidden, self._product(layer.down, x, window), layer.down.bias, next_norm, self._epsilon)
+            x = add_and_norm(hidden, self._product(layer.down, x, windows), layer.down.bias, next_norm, self._epsilon)
         return product(x, self._output.weight, self._output.bias) if wants_logits else x
 
     def _attend(self, layer: Layer, x: Tensor, windows: PagedWindows, store: tuple[Tensor, Tensor]) -> Tensor:
@@ -75,27 +74,27 @@ class InvariantModel:
             "lengths": windows.lengths,
             "positions": windows.visibility.position.contiguous(),
         }
-        qkv, bias = self._product(layer.qkv, x, windows.window), layer.qkv.bias
-        shape: dict[str, Any] = {"heads": self._heads, "epsilon": self._epsilon}
+        qkv, bias = self._product(layer.qkv, x, windows), layer.qkv.bias
+        shape: dict[str, Any] = {"heads": self._heads, "epsilon": self._epsilon, "items": windows.packing.items}
         query = rotate_and_store(qkv, bias, layer.head_norms, self._rotary, store, **shape, **where)
         reach = windows.visibility.reach.contiguous()
         options: dict[str, Any] = {"window": windows.window, "scale": self._scale, "sliding": layer.sliding}
-        return attend(query, store, reach=reach, **options, **where).flatten(1)
+        return attend(query, store, reach=reach, rows=windows.packing.rows, **options, **where).flatten(1)
 
-    def _product(self, layer: Joint, x: Tensor, window: Window) -> Tensor:
+    def _product(self, layer: Joint, x: Tensor, windows: PagedWindows) -> Tensor:
         """As `product` leaves it; with a gated adapter, masks have their own.
 
         Of the low-rank form only the text's bits are always the same: where the product has parts, masks are rounded
         once less.
         """
-        parts = num_parts(*layer.weight.shape)
-        if window.all_masks and isinstance(layer, TwoSets):
-            return product(x, layer.weights, layer.bias, window, parts)
-        if window.all_masks and isinstance(layer, LowRankJoint):
-            y = product(x, layer.whole, layer.whole_bias, window, parts)
-            expand(y, layer.expansion, layer.sizes, window)
+        parts, num_text = num_parts(*layer.weight.shape), windows.packing.num_text
+        if windows.window.all_masks and isinstance(layer, TwoSets):
+            return product(x, layer.weights, layer.bias, num_text, parts)
+        if windows.window.all_masks and isinstance(layer, LowRankJoint):
+            y = product(x, layer.whole, layer.whole_bias, parts=parts)
+            expand(y, layer.expansion, layer.sizes, num_text)
             return y
-        return product(x, layer.weight, layer.bias, window, parts)
+        return product(x, layer.weight, layer.bias, parts=parts)
 
     def _layer(self, layer: Any, join: Joiner) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp

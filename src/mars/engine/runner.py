@@ -4,13 +4,14 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mars.engine.cache import PagedCache
 from mars.engine.device_state import DeviceState
+from mars.engine.packing import NUM_TEXT, Packing
 from mars.engine.paged_attention import PagedWindows
 from mars.engine.step import PADDING_SLOT, PrefillInputs, StepInputs, StepOutputs
 from mars.method.acceptance import decide, logprobs
@@ -25,6 +26,18 @@ if TYPE_CHECKING:
     from mars.engine.invariant import InvariantModel  # triton is not installed everywhere
 
 CONTEXT = 64  # cached tokens of the sequences whose steps are timed
+
+
+class Fed(NamedTuple):
+    """What the sequences of a step feed."""
+
+    windows: WindowBatch
+    tokens: Tensor  # (tokens,), as they are packed
+    positions: Tensor  # (tokens,): of these in the text
+    slots: Tensor
+    cursors: Tensor
+    lengths: Tensor
+    packing: Packing
 
 
 class Runner:
@@ -102,20 +115,34 @@ class Runner:
         zeros = torch.zeros_like(columns)
         visibility = Visibility(zeros, zeros, columns, columns)
         window = Window(drafts=tokens.shape[1] - 1)
-        where = (inputs.slots, inputs.starts, visibility, inputs.lengths, longest)
-        self._forward(tokens, self._attention(window, *where, chained=True), wants_logits=False)
+        packing = Packing.text(len(tokens), tokens.shape[1], tokens.device)
+        attention = self._attention(
+            window, inputs.slots, inputs.starts, visibility, inputs.lengths, packing, longest, chained=True
+        )
+        positions = inputs.starts[:, None] + columns
+        self._forward(tokens.flatten(), positions.flatten(), attention, wants_logits=False)
 
     def _run_step(self, inputs: StepInputs, window: Window, longest: int | None = None) -> StepOutputs:
         """Build the windows, run them, decide, and move the state on."""
-        windows, cursors, lengths, slots = self._prepare(inputs, window)
-        attention = self._attention(window, slots, cursors, windows.visibility, lengths, longest)
-        return self._decide(inputs, windows, self._forward(windows.tokens, attention))
+        fed = self._prepare(inputs, window)
+        where = (fed.slots, fed.cursors, fed.windows.visibility, fed.lengths, fed.packing, longest)
+        logits = self._forward(fed.tokens, fed.positions, self._attention(window, *where))
+        return self._decide(inputs, fed.windows, logits)
 
-    def _prepare(self, inputs: StepInputs, window: Window) -> tuple[WindowBatch, Tensor, Tensor, Tensor]:
-        """What the sequences feed: windows, cursors, lengths and slots."""
+    def _prepare(self, inputs: StepInputs, window: Window) -> Fed:
+        """What the sequences feed."""
         windows = self.state.windows(window, inputs, self.checkpoint.mask_token_id or 0)
         cursors = self.state.cursor[inputs.slots]
-        return windows, cursors, torch.full_like(cursors, window.width), inputs.slots.contiguous()
+        packing = Packing.whole(len(inputs), window, cursors.device)
+        return Fed(
+            windows=replace(windows, rows=packing.rows),
+            tokens=packing.pack(windows.tokens),
+            positions=packing.pack(cursors[:, None] + windows.visibility.position),
+            slots=inputs.slots.contiguous(),
+            cursors=cursors,
+            lengths=torch.full_like(cursors, window.width),
+            packing=packing,
+        )
 
     def _decide(self, inputs: StepInputs, windows: WindowBatch, logits: Tensor) -> StepOutputs:
         """What the sequences emit, and the state after it."""
@@ -143,18 +170,22 @@ class Runner:
         cursors: Tensor,
         visibility: Visibility,
         lengths: Tensor,
+        packing: Packing,
         longest: int | None,
         *,
         chained: bool = False,
     ) -> PagedWindows:
         assert self.cache is not None
-        where = (self.state.page_table, slots, cursors, visibility, lengths, longest, chained)
+        where = (self.state.page_table, slots, cursors, visibility, lengths, packing, longest, chained)
         return PagedWindows(self.cache, window, *where, uses_kernel=self._uses_kernel)
 
-    def _forward(self, tokens: Tensor, windows: PagedWindows, *, wants_logits: bool = True) -> Tensor:
+    def _forward(
+        self, tokens: Tensor, positions: Tensor, windows: PagedWindows, *, wants_logits: bool = True
+    ) -> Tensor:
         """Logits (tokens, vocabulary), if they are wanted. Without masks, a gated model is its base model."""
         if self._invariant is not None:
-            return self._invariant.forward(tokens.flatten(), windows, wants_logits=wants_logits)
-        positions, adapter = windows.positions.flatten()[None], self.checkpoint.adapter
+            return self._invariant.forward(tokens, windows, wants_logits=wants_logits)
+        NUM_TEXT.set(windows.packing.num_text)
+        adapter = self.checkpoint.adapter
         with nullcontext() if adapter is None or windows.window.all_masks else adapter.nowhere():
-            return forward(self.checkpoint, tokens.flatten()[None], positions, windows, int(not wants_logits))[0]
+            return forward(self.checkpoint, tokens[None], positions[None], windows, int(not wants_logits))[0]

@@ -76,7 +76,17 @@ class Window:
 
     @property
     def width(self) -> int:
-        return self.verified + (self.groups + self.candidates) * self.masks
+        return self.first_candidate + self.candidates * self.masks
+
+    @property
+    def first_candidate(self) -> int:
+        """Where the candidate groups start."""
+        return self.verified + self.groups * self.masks
+
+    def is_text(self, column: Tensor) -> Tensor:
+        """Which columns have no masks: verified positions and candidates."""
+        first = self.first_candidate
+        return (column < self.verified) | ((column >= first) & ((column - first) % max(self.masks, 1) == 0))
 
     def __str__(self) -> str:
         if not self.groups:
@@ -119,14 +129,14 @@ class WindowBatch:
     groups: Tensor  # (sequences, most drafts + 1): where the group behind so many accepted drafts starts, or `NO_GROUP`
     mask_count: Tensor  # (sequences,): masks in each group of the sequence
     masks: int  # masks in the largest group
-    starts: Tensor  # (sequences,): the row of each window's first token among the logits of all windows
+    rows: Tensor  # (sequences, width): where each token of the windows is among the logits
     candidates: Candidates  # each of which begins a group of its own, behind the other groups
     first_candidate: int = 0  # where the first of these groups starts
 
     def verified_rows(self) -> Tensor:
         """(sequences, most drafts + 1): rows of the logits that verify the drafts and yield the token after them."""
         steps = torch.arange(self.drafts.shape[1] + 1, device=self.drafts.device)
-        return self.starts[:, None] + torch.minimum(steps, self.draft_count[:, None])
+        return self.rows.gather(1, torch.minimum(steps, self.draft_count[:, None]))
 
     def mask_rows(self, accepted: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(sequences, masks): rows of the group behind ``accepted`` drafts and the ``token`` after them.
@@ -141,7 +151,7 @@ class WindowBatch:
         start = torch.where(is_candidate[:, None], self.first_candidate + number * self.masks, start)
         count = torch.where(start[:, 0] == NO_GROUP, 0, self.mask_count)
         steps = torch.arange(self.masks, device=self.drafts.device)
-        rows = self.starts[:, None] + torch.where(steps < count[:, None], start + steps, 0)
+        rows = self.rows.gather(1, torch.where(steps < count[:, None], start + steps, 0))
         return rows, count, is_candidate
 
 
@@ -203,9 +213,9 @@ def build_windows(
         groups=torch.where(exists, window.verified + group_at * window.masks, NO_GROUP),
         mask_count=masks.clamp(max=window.masks),
         masks=window.masks,
-        starts=torch.arange(len(last), device=device) * window.width,
+        rows=torch.arange(len(last) * window.width, device=device).view(len(last), -1),
         candidates=Candidates(guesses, behind),
-        first_candidate=window.verified + window.groups * window.masks,
+        first_candidate=window.first_candidate,
     )
 
 

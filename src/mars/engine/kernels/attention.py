@@ -58,19 +58,17 @@ def _attend(
     reach,
     lengths,
     positions,
+    rows,
     sinks,
     out,
     part_mixed,
     part_most,
     part_total,
     scale,
-    query_sequence,
     query_head,
     query_token,
-    key_sequence,
     key_head,
     key_token,
-    value_sequence,
     value_head,
     value_token,
     table_slot,
@@ -97,10 +95,11 @@ def _attend(
     tile = tl.program_id(1) // HEADS
     item = tile * QUERIES + tl.arange(0, QUERIES)  # queries of all heads that share these keys, token by token
     fold, column = item // WIDTH, item % WIDTH
-    real = fold < FOLDS
+    row = tl.load(rows + sequence * WIDTH + column, mask=fold < FOLDS, other=-1)
+    real = row >= 0
     dim = tl.arange(0, SIZE_UP)
     inside = dim < SIZE
-    at = sequence * query_sequence + (head * FOLDS + fold) * query_head + column * query_token
+    at = (head * FOLDS + fold) * query_head + row * query_token
     queries = tl.load(query + at[:, None] + dim, mask=real[:, None] & inside, other=0.0)
     queries = (queries * (scale * LOG2E)).to(new_keys.dtype.element_ty)
 
@@ -137,17 +136,14 @@ def _attend(
         seen = WIDTH if STORES else tl.max(tl.where(real, column, 0)) + 1  # nothing behind these can be visible
         for begin in range(0, seen, COLUMNS):
             other = begin + tl.arange(0, COLUMNS)
-            known = other < WIDTH
+            other_row = tl.load(rows + sequence * WIDTH + other, mask=other < WIDTH, other=-1)
+            known = other_row >= 0
             known_block = known[:, None] & inside
             fresh_keys = tl.load(
-                new_keys + sequence * key_sequence + head * key_head + other[:, None] * key_token + dim,
-                mask=known_block,
-                other=0.0,
+                new_keys + head * key_head + other_row[:, None] * key_token + dim, mask=known_block, other=0.0
             )
             fresh_values = tl.load(
-                new_values + sequence * value_sequence + head * value_head + other[:, None] * value_token + dim,
-                mask=known_block,
-                other=0.0,
+                new_values + head * value_head + other_row[:, None] * value_token + dim, mask=known_block, other=0.0
             )
             if STORES and tile == 0:
                 kept = known & (other < length)
@@ -171,7 +167,7 @@ def _attend(
 
     if ALONE:
         result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-        target = ((sequence * WIDTH + column) * (HEADS * FOLDS) + head * FOLDS + fold) * SIZE
+        target = (row * (HEADS * FOLDS) + head * FOLDS + fold) * SIZE
         tl.store(out + target[:, None] + dim, result.to(out.dtype.element_ty), mask=real[:, None] & inside)
     else:
         part = ((sequence * HEADS + head) * splits + split) * (FOLDS * WIDTH) + item
@@ -185,6 +181,7 @@ def _combine(
     part_mixed,
     part_most,
     part_total,
+    rows,
     out,
     HEADS: tl.constexpr,
     FOLDS: tl.constexpr,
@@ -197,7 +194,8 @@ def _combine(
     """Add up the parts of some queries, weighted by the share of the softmax that each part has."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     item = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)
-    real = item < FOLDS * WIDTH
+    row = tl.load(rows + sequence * WIDTH + item % WIDTH, mask=item < FOLDS * WIDTH, other=-1)
+    real = row >= 0
     dim = tl.arange(0, SIZE_UP)
     part = ((sequence * HEADS + head) * SPLITS + tl.arange(0, SPLITS))[:, None] * (FOLDS * WIDTH) + item
     most = tl.load(part_most + part, mask=real[None, :], other=0.0)
@@ -206,7 +204,7 @@ def _combine(
     mixed = tl.load(part_mixed + part[:, :, None] * SIZE + dim, mask=inside[None, :, :], other=0.0)
     weight = tl.exp2(most - tl.max(most, 0)[None, :])
     result = tl.sum(mixed * weight[:, :, None], 0) / tl.sum(total * weight, 0)[:, None]
-    at = ((sequence * WIDTH + item % WIDTH) * (HEADS * FOLDS) + head * FOLDS + item // WIDTH) * SIZE
+    at = (row * (HEADS * FOLDS) + head * FOLDS + item // WIDTH) * SIZE
     tl.store(out + at[:, None] + dim, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -218,10 +216,11 @@ def _store(
     slots,
     cursors,
     lengths,
-    new_sequence,
+    rows,
     new_head,
     new_token,
     table_slot,
+    WIDTH: tl.constexpr,
     HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     SIZE: tl.constexpr,
@@ -234,9 +233,8 @@ def _store(
     dim = tl.arange(0, SIZE_UP)
     kept = column < tl.load(lengths + sequence)
     some = kept[:, None] & (dim < SIZE)
-    fresh = tl.load(
-        new + sequence * new_sequence + head * new_head + column[:, None] * new_token + dim, mask=some, other=0.0
-    )
+    row = tl.load(rows + sequence * WIDTH + column, mask=kept, other=0)
+    fresh = tl.load(new + head * new_head + row[:, None] * new_token + dim, mask=some, other=0.0)
     token = tl.load(cursors + sequence) + column
     page = tl.load(table + tl.load(slots + sequence) * table_slot + token // PAGE, mask=kept, other=0)
     where = ((page * HEADS + head) * PAGE + token % PAGE) * SIZE
@@ -256,6 +254,7 @@ def attend_and_store(
     positions: Tensor,
     reach: Tensor,
     lengths: Tensor,
+    rows: Tensor,
     chained: bool,
     scale: float,
     sliding: int | None = None,
@@ -263,11 +262,15 @@ def attend_and_store(
     sinks: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """Attend (sequences, heads, width, size) queries to pages and window, and store the window in the pages."""
-    if not all(each.is_contiguous() for each in (slots, cursors, positions, reach, lengths)):
+    """Attend (heads, tokens, size) queries of windows to pages and windows, and store the windows in the pages.
+
+    ``rows`` (sequences, width) says which of the tokens belong to each window, in their order.
+    """
+    if not all(each.is_contiguous() for each in (slots, cursors, positions, reach, lengths, rows)):
         raise ValueError("the tensors that describe the windows must be contiguous")
     keys, values = store
-    sequences, heads, width, size = query.shape
+    heads, tokens, size = query.shape
+    sequences, width = rows.shape
     shared, page = keys.shape[1:3]
     folds = heads // shared
     queries = max(16, min(BLOCK_M, triton.next_power_of_2(folds * width)))
@@ -276,7 +279,7 @@ def attend_and_store(
         splits = min(
             MOST_SPLITS, 1 << (PROGRAMS // (sequences * shared * tiles) | 1).bit_length() - 1
         )  # a power of two
-    out = torch.empty(sequences, width, heads, size, dtype=query.dtype, device=query.device)
+    out = torch.empty(tokens, heads, size, dtype=query.dtype, device=query.device)
     part_shape = (sequences, shared, splits, folds * width) if splits > 1 else (1,)
     part_most, part_total = (torch.empty(part_shape, device=query.device) for _ in range(2))
     parts = (torch.empty((*part_shape, size), device=query.device), part_most, part_total)
@@ -285,13 +288,13 @@ def attend_and_store(
     columns = max(16, min(64, triton.next_power_of_2(width)))
     if chained:
         for new, pages in ((key, keys), (value, values)):
-            where = (page_table, slots, cursors, lengths, *new.stride()[:3], page_table.stride(0))
+            where = (page_table, slots, cursors, lengths, rows, *new.stride()[:2], page_table.stride(0))
             grid = (sequences, shared, triton.cdiv(width, columns))
-            _store[grid](new, pages, *where, **sizes, PAGE=page, COLUMNS=columns)
+            _store[grid](new, pages, *where, **sizes, WIDTH=width, PAGE=page, COLUMNS=columns)
     _attend[(sequences, shared * tiles, splits)](
         *(query, key, value, keys, values, page_table, slots, cursors, reach, lengths, positions),
-        *(query if sinks is None else sinks, out, *parts, scale),
-        *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], page_table.stride(0), splits),
+        *(rows, query if sinks is None else sinks, out, *parts, scale),
+        *(*query.stride()[:2], *key.stride()[:2], *value.stride()[:2], page_table.stride(0), splits),
         **sizes,
         FOLDS=folds,
         WIDTH=width,
@@ -311,5 +314,5 @@ def attend_and_store(
     if splits > 1:
         together = max(1, COMBINED // (splits * size_up))
         grid = (sequences, shared, triton.cdiv(folds * width, together))
-        _combine[grid](*parts, out, **sizes, FOLDS=folds, WIDTH=width, SPLITS=splits, QUERIES=together)
+        _combine[grid](*parts, rows, out, **sizes, FOLDS=folds, WIDTH=width, SPLITS=splits, QUERIES=together)
     return out

@@ -56,9 +56,10 @@ def _merge(most, total, mixed, other_most, other_total, other_mixed):
 
 
 @triton.jit
-def _queries(item, WIDTH: tl.constexpr, FOLDS: tl.constexpr):
-    """Column and head of queries that share a key head, token by token, and which of them exist."""
-    return item // FOLDS, item % FOLDS, item < WIDTH * FOLDS
+def _queries(rows, sequence, item, WIDTH: tl.constexpr, FOLDS: tl.constexpr):
+    """Column, head and row of queries that share a key head, token by token; a row below zero does not exist."""
+    column = item // FOLDS
+    return column, item % FOLDS, tl.load(rows + sequence * WIDTH + column, mask=column < WIDTH, other=-1)
 
 
 @triton.jit
@@ -97,7 +98,7 @@ def _attend_part(
 
 @triton.jit(do_not_specialize=["splits", "most_parts"])
 def _attend(
-    query, keys, values, table, slots, cursors, lengths, reach, positions, out, part_mixed, part_most, part_total,
+    query, keys, values, table, slots, cursors, lengths, reach, positions, rows, out, part_mixed, part_most, part_total,
     scale, table_slot, splits, most_parts,
     HEADS: tl.constexpr, FOLDS: tl.constexpr, WIDTH: tl.constexpr, VERIFIED: tl.constexpr, MASKS: tl.constexpr,
     PAGE: tl.constexpr, SIZE: tl.constexpr, SIZE_UP: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
@@ -106,9 +107,10 @@ def _attend(
     """A program takes all parts or, if it is not ``ALONE``, one of every ``splits``, whose results it leaves."""
     sequence, head, tile = tl.program_id(0), tl.program_id(1) % HEADS, tl.program_id(1) // HEADS
     item = tile * QUERIES + tl.arange(0, QUERIES)
-    column, fold, real = _queries(item, WIDTH, FOLDS)
+    column, fold, row = _queries(rows, sequence, item, WIDTH, FOLDS)
+    real = row >= 0
     dim = tl.arange(0, SIZE_UP)
-    target = ((sequence * WIDTH + column) * (HEADS * FOLDS) + head * FOLDS + fold) * SIZE
+    target = (row * (HEADS * FOLDS) + head * FOLDS + fold) * SIZE
     inside = real[:, None] & (dim < SIZE)
     queries = tl.load(query + target[:, None] + dim, mask=inside, other=0.0)
     queries = (queries * (scale * LOG2E)).to(query.dtype.element_ty)
@@ -147,14 +149,15 @@ def _attend(
 
 @triton.jit(do_not_specialize=["most_parts"])
 def _combine(
-    part_mixed, part_most, part_total, cursors, lengths, out, most_parts,
+    part_mixed, part_most, part_total, cursors, lengths, rows, out, most_parts,
     HEADS: tl.constexpr, FOLDS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, SIZE_UP: tl.constexpr,
     QUERIES: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of some queries, of each of them those that begin before its own key ends."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     item = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)
-    column, fold, real = _queries(item, WIDTH, FOLDS)
+    column, fold, row = _queries(rows, sequence, item, WIDTH, FOLDS)
+    real = row >= 0
     dim = tl.arange(0, SIZE_UP)
     inside = real[:, None] & (dim < SIZE)
     length = tl.load(lengths + sequence)
@@ -175,7 +178,7 @@ def _combine(
         other_mixed = tl.load(part_mixed + place[:, None] * SIZE + dim, mask=inside & known[:, None], other=0.0)
         most, total, mixed = _merge(most, total, mixed, other_most, other_total, other_mixed)
     result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-    at = ((sequence * WIDTH + column) * (HEADS * FOLDS) + head * FOLDS + fold) * SIZE
+    at = (row * (HEADS * FOLDS) + head * FOLDS + fold) * SIZE
     tl.store(out + at[:, None] + dim, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -190,11 +193,15 @@ def attend(
     lengths: Tensor,
     positions: Tensor,
     reach: Tensor,
+    rows: Tensor,
     scale: float,
     sliding: int | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """Attend (tokens, heads, size) queries of windows to the pages, which hold the windows already."""
+    """Attend (tokens, heads, size) queries of windows to the pages, which hold the windows already.
+
+    ``rows`` (sequences, width) says which of the tokens belong to each window, in their order.
+    """
     keys, values = store
     sequences, width = positions.shape
     heads, size = query.shape[1:]
@@ -211,7 +218,7 @@ def attend(
     size_up = max(16, triton.next_power_of_2(size))
     sizes = {"HEADS": shared, "FOLDS": folds, "WIDTH": width, "SIZE": size, "SIZE_UP": size_up}
     _attend[(sequences, shared * tiles, splits)](
-        *(query, keys, values, page_table, slots, cursors, lengths, reach, positions, out, *parts),
+        *(query, keys, values, page_table, slots, cursors, lengths, reach, positions, rows, out, *parts),
         *(scale, page_table.stride(0), splits, most_parts),
         **sizes,
         VERIFIED=window.verified,
@@ -228,5 +235,5 @@ def attend(
     if splits > 1:
         together = max(1, COMBINED // size_up)
         grid = (sequences, shared, triton.cdiv(folds * width, together))
-        _combine[grid](*parts, cursors, lengths, out, most_parts, **sizes, QUERIES=together, **UNFUSED)
+        _combine[grid](*parts, cursors, lengths, rows, out, most_parts, **sizes, QUERIES=together, **UNFUSED)
     return out

@@ -98,13 +98,16 @@ def _head_norm(x, query_norm, key_norm, is_query, inside, dtype: tl.constexpr):
 @triton.jit
 def _rotate_and_store(
     values, bias, query_norm, key_norm, cosine, sine, query, keys, values_out,
-    positions, cursors, lengths, slots, table, stride, part_size, table_slot, last_position, epsilon,
+    items, positions, cursors, lengths, slots, table, stride, part_size, table_slot, last_position, epsilon,
     WIDTH: tl.constexpr, HEADS: tl.constexpr, SHARED: tl.constexpr, ALL_UP: tl.constexpr, SIZE: tl.constexpr,
     HALF_UP: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
     """Turn queries and keys by their position; queries go to ``query``, keys and values into the sequence's pages."""
     row = tl.program_id(0).to(tl.int64)
-    sequence, column = row // WIDTH, row % WIDTH
+    item = tl.load(items + row)
+    if item < 0:
+        return
+    sequence, column = item // WIDTH, item % WIDTH
     head = tl.arange(0, ALL_UP)[:, None]
     dim = tl.arange(0, HALF_UP)[None, :]
     half: tl.constexpr = SIZE // 2
@@ -124,7 +127,7 @@ def _rotate_and_store(
         )
 
     cursor = tl.load(cursors + sequence)
-    position = tl.minimum(cursor + tl.load(positions + row), last_position)
+    position = tl.minimum(cursor + tl.load(positions + item), last_position)
     angle = position * SIZE + dim
     cos = tl.load(cosine + angle, mask=dim < half, other=0.0).to(tl.float32)
     sin = tl.load(sine + angle, mask=dim < half, other=0.0).to(tl.float32)
@@ -186,6 +189,7 @@ def rotate_and_store(
     pages: tuple[Tensor, Tensor],
     *,
     heads: int,
+    items: Tensor,
     positions: Tensor,
     cursors: Tensor,
     lengths: Tensor,
@@ -195,6 +199,7 @@ def rotate_and_store(
 ) -> Tensor:
     """Queries (tokens, heads, size) of windows, ``positions`` (sequences, width) of their tokens behind the cursors.
 
+    ``items`` (tokens,) says which of these each one is, counted through all windows; -1: none.
     ``rotary``: cosines and sines (context, size). ``norms``: of queries and keys, if the model has them.
     """
     keys = pages[0]
@@ -206,7 +211,7 @@ def rotate_and_store(
     sizes |= {"ALL_UP": triton.next_power_of_2(heads + 2 * shared), "HALF_UP": triton.next_power_of_2(size // 2)}
     _rotate_and_store[(len(query),)](
         *(values, spare if bias is None else bias, *(norms or (spare, spare)), *rotary, query, *pages),
-        *(positions, cursors, lengths, slots, page_table),
+        *(items, positions, cursors, lengths, slots, page_table),
         *(*parts, page_table.stride(0), len(rotary[0]) - 1, epsilon),
         WIDTH=positions.shape[1],
         NORMS=norms is not None,

@@ -3,17 +3,16 @@
 The inputs of a token are summed in an order that does not depend on how many tokens there are. `product` also divides
 them into parts for layers with so few outputs that they would keep few multiprocessors busy.
 
-Masks of a gated adapter use other weights than the tokens of the text. The tokens of a step are windows one behind the
-other, so a program knows from the numbers of its rows which of them are masks. Two forms of the same product:
+Masks of a gated adapter use other weights than the tokens of the text, and stand behind them: see
+`mars.engine.packing`. Two forms of the same product:
 
-`two_sets`
+`product` with two sets
     A second set of weights has the change added in. A program takes rows of one kind and reads that kind's set.
 `expand`
     For large models, whose time is that of reading weights. The base product also yields the low-rank projections, and
     a second kernel adds their expansions to the rows of masks.
 """
 
-from contextvars import ContextVar
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -23,10 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import linear
 
-from mars.method.windows import Window
-
-WINDOW: ContextVar[Window] = ContextVar("window")
-"""The window of the step that runs. The operators read it when they run, so compiled layers do not depend on it."""
+from mars.engine.packing import NUM_TEXT
 
 
 class Tile(NamedTuple):
@@ -46,7 +42,7 @@ TILES: tuple[tuple[int, int, Tile], ...] = (
     (1 << 30, 1024, Tile(32, 64, 4, 6)),
     (1 << 30, 1 << 30, Tile(64, 128, 8, 6)),
 )
-"""Of `two_sets`, for up to so many tokens of a kind and outputs; ``benchmarks/adapter_speed.py --tune`` finds them."""
+"""Of `product`, for up to so many tokens of a kind and outputs; ``benchmarks/adapter_speed.py --tune`` finds them."""
 EXPANSION = Tile(16, 64, 4, 2)
 MOST_TOKENS = 64  # of a program of `expand`
 PROGRAMS = 128  # of a product: with fewer, parts are summed by programs of their own
@@ -70,14 +66,6 @@ def num_parts(outputs: int, inputs: int) -> int:
     return 1 << max(1, parts).bit_length() - 1
 
 
-SHAPE = ["sequences", "verified", "grouped", "candidates", "masks"]
-"""Of windows, as the kernels have it"""
-
-
-def _shape(tokens: int, window: Window) -> tuple[int, ...]:
-    return tokens // window.width, window.verified, window.groups * window.masks, window.candidates, window.masks
-
-
 def _options(tile: Tile, step: int, x: Tensor) -> dict[str, Any]:
     """Of a launch: as many stages as the device has room for."""
     stage = (tile.tokens + tile.outputs) * step * x.dtype.itemsize
@@ -95,27 +83,6 @@ def _shared_memory(device: torch.device) -> int:
 
 
 @triton.jit
-def _rows(item, is_mask, sequences, verified, grouped, candidates, masks):
-    """Rows of tokens of one kind, and which of them exist.
-
-    A window has ``verified`` tokens of the text, ``grouped`` masks, and ``candidates`` groups of ``masks`` tokens each,
-    the first of which is one of the text.
-    """
-    follow = tl.where(is_mask, tl.maximum(masks - 1, 1), 1)  # tokens of the kind in a candidate's group
-    first = tl.where(is_mask, verified, 0)
-    most = tl.where(is_mask, grouped, verified)
-    each = tl.maximum(most + candidates * tl.where(is_mask, masks - 1, 1), 1)
-    real = item < sequences * each
-    item = tl.where(real, item, 0)
-    index = item % each
-    behind = tl.maximum(index - most, 0)
-    grouped_ends = verified + grouped
-    group = grouped_ends + behind // follow * masks + behind % follow + tl.where(is_mask, 1, 0)
-    column = tl.where(index < most, first + index, group)
-    return (item // each * (grouped_ends + candidates * masks) + column).to(tl.int64), real
-
-
-@triton.jit
 def _sum(weights, x, total, first, last, inputs, INPUTS: tl.constexpr, EVEN: tl.constexpr, PRECISE: tl.constexpr):
     """The sum over some inputs, ``first`` a multiple of ``INPUTS``, in their order."""
     for start in range(first, last, INPUTS):
@@ -130,21 +97,32 @@ def _sum(weights, x, total, first, last, inputs, INPUTS: tl.constexpr, EVEN: tl.
     return total
 
 
-@triton.jit(do_not_specialize=SHAPE)
-def _two_sets(
-    x, weights, bias, out, sequences, verified, grouped, candidates, masks, outputs, inputs, set_size, part_size,
-    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
-    ALONE: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, PRECISE: tl.constexpr,
+@triton.jit(do_not_specialize=["num_tokens"])
+def _product(
+    x, weights, bias, out, num_text, num_tokens, outputs, inputs, set_size, part_size,
+    SETS: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PARTS: tl.constexpr,
+    PART: tl.constexpr, ALONE: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """A program sums all ``PARTS`` or, if it is not ``ALONE``, one of them, which has ``PART`` inputs."""
-    tile = tl.program_id(0)
-    text_tiles = tl.cdiv(sequences * (verified + candidates), TOKENS)
-    is_mask = tile >= text_tiles
-    item = (tile - tl.where(is_mask, text_tiles, 0)) * TOKENS + tl.arange(0, TOKENS)
-    row, real = _rows(item, is_mask, sequences, verified, grouped, candidates, masks)
+    """A program sums all ``PARTS`` or, if it is not ``ALONE``, one of them, which has ``PART`` inputs.
+
+    Of two sets, the second one is for the rows from ``num_text`` on.
+    """
+    begin, end = tl.program_id(0) * TOKENS, num_tokens
+    if SETS > 1:
+        text = tl.load(num_text).to(tl.int32)
+        text_tiles = tl.cdiv(text, TOKENS)
+        is_mask = tl.program_id(0) >= text_tiles
+        begin = tl.where(is_mask, text + begin - text_tiles * TOKENS, begin)
+        end = tl.where(is_mask, num_tokens, text)
+        if begin >= end:
+            return
+        weights += is_mask.to(tl.int64) * set_size
+    row = (begin + tl.arange(0, TOKENS)).to(tl.int64)
+    real = row < end
+    row = tl.where(real, row, 0)
     column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     there = column < outputs
-    weights += is_mask.to(tl.int64) * set_size + tl.where(there, column, 0).to(tl.int64)[:, None] * inputs
+    weights += tl.where(there, column, 0).to(tl.int64)[:, None] * inputs
     x += row[None, :] * inputs
     total = tl.zeros([OUTPUTS, TOKENS], tl.float32)
     if ALONE and PARTS > 1:
@@ -162,39 +140,33 @@ def _two_sets(
     tl.store(out + at, total.to(out.dtype.element_ty), mask=there[:, None] & real[None, :])
 
 
-def two_sets(x: Tensor, weights: Tensor, bias: Tensor | None, window: Window, tile: Tile | None = None) -> Tensor:
-    """(tokens, inputs) to (tokens, outputs) by ``weights`` (2, outputs, inputs): masks use the second set."""
-    return product(x, weights, bias, window, 1, tile)
-
-
 def product(
     x: Tensor,
     weights: Tensor,
     bias: Tensor | None = None,
-    window: Window = Window(),  # noqa: B008, it is a value
+    num_text: Tensor | None = None,
     parts: int = 1,
     tile: Tile | None = None,
 ) -> Tensor:
-    """The same, or with one set of weights (outputs, inputs) for all; the inputs are summed in so many ``parts``.
+    """(tokens, inputs) to (tokens, outputs) by ``weights`` (outputs, inputs), summed in so many ``parts``.
+
+    With two sets of weights (2, outputs, inputs) the rows from ``num_text`` (1,) on use the second one.
 
     Where there are few tokens, the parts (parts, tokens, outputs) are left in float32: whoever reads them adds them up
     in their order, then the bias, and rounds. That is what is done here otherwise, so the bits are the same.
     """
     x = x.contiguous()
     outputs, inputs = weights.shape[-2:]
-    if weights.ndim == 2:
-        window = Window(drafts=len(x) - 1)
-    shape = _shape(len(x), window)
-    masks = shape[0] * window.all_masks
-    kinds = (len(x) - masks, masks)
-    tile = tile or tile_for(max(kinds), outputs)
+    sets = weights.ndim - 1
+    tile = tile or tile_for(triton.cdiv(len(x), sets), outputs)
     step = inputs_at_once(inputs, x.dtype)
-    grid = (sum(triton.cdiv(each, tile.tokens) for each in kinds), triton.cdiv(outputs, tile.outputs))
+    grid = (triton.cdiv(len(x), tile.tokens) + sets - 1, triton.cdiv(outputs, tile.outputs))
     alone = parts == 1 or grid[0] * grid[1] >= PROGRAMS
     out = x.new_empty(len(x), outputs) if alone else x.new_empty(parts, len(x), outputs, dtype=torch.float32)
-    _two_sets[*grid, 1 if alone else parts](
-        *(x, weights, x if bias is None else bias, out),
-        *(*shape, outputs, inputs, outputs * inputs, len(x) * outputs),
+    _product[*grid, 1 if alone else parts](
+        *(x, weights, x if bias is None else bias, out, x if num_text is None else num_text),
+        *(len(x), outputs, inputs, outputs * inputs, len(x) * outputs),
+        SETS=sets,
         TOKENS=tile.tokens,
         OUTPUTS=tile.outputs,
         INPUTS=step,
@@ -218,15 +190,19 @@ def add_parts(values, mask, PARTS: tl.constexpr, part_size):
     return total
 
 
-@triton.jit(do_not_specialize=SHAPE)
+@triton.jit(do_not_specialize=["num_tokens"])
 def _expand(
-    y, b, sequences, verified, grouped, candidates, masks, rank, stride, part_size,
+    y, b, num_text, num_tokens, rank, stride, part_size,
     PARTS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, RANK: tl.constexpr, EVEN: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     """Columns of ``y``: outputs of up to three layers, then projections of each. A program has one layer's outputs."""
-    item = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    row, real = _rows(item, True, sequences, verified, grouped, candidates, masks)
+    begin_row = tl.load(num_text).to(tl.int32) + tl.program_id(0) * TOKENS
+    if begin_row >= num_tokens:
+        return
+    row = (begin_row + tl.arange(0, TOKENS)).to(tl.int64)
+    real = row < num_tokens
+    row = tl.where(real, row, 0)
     tile = tl.program_id(1)
     first_tiles: tl.constexpr = (FIRST + OUTPUTS - 1) // OUTPUTS
     second_tiles: tl.constexpr = (SECOND + OUTPUTS - 1) // OUTPUTS
@@ -255,23 +231,21 @@ def _expand(
     tl.store(y + column[:, None], total.to(y.dtype.element_ty), mask=some)
 
 
-def expand(y: Tensor, b: Tensor, sizes: list[int], window: Window, tile: Tile | None = None) -> None:
-    """Add the changes to the rows of masks, in place.
+def expand(y: Tensor, b: Tensor, sizes: list[int], num_text: Tensor, tile: Tile | None = None) -> None:
+    """Add the changes to the rows from ``num_text`` (1,) on, in place.
 
     ``y`` (tokens, columns), or its parts, has the outputs of layers of ``sizes``, then the projections of each of them;
     ``b`` (outputs, rank).
     """
     first, second, third = [*sizes, 0, 0][:3]
     parts, tokens = (1, *y.shape)[-3:-1]
-    shape = _shape(tokens, window)
-    masks = shape[0] * window.all_masks
     if tile is None:
-        tile = EXPANSION._replace(tokens=max(16, min(MOST_TOKENS, triton.next_power_of_2(masks))))
+        tile = EXPANSION._replace(tokens=max(16, min(MOST_TOKENS, triton.next_power_of_2(tokens // 2))))
     rank = b.shape[1]
     step = max(16, min(128, triton.next_power_of_2(rank)))
-    grid = (triton.cdiv(masks, tile.tokens), sum(triton.cdiv(each, tile.outputs) for each in sizes))
+    grid = (triton.cdiv(tokens, tile.tokens), sum(triton.cdiv(each, tile.outputs) for each in sizes))
     _expand[grid](
-        *(y, b, *shape, rank, y.stride(-2), tokens * y.stride(-2)),
+        *(y, b, num_text, tokens, rank, y.stride(-2), tokens * y.stride(-2)),
         PARTS=parts,
         FIRST=first,
         SECOND=second,
@@ -299,8 +273,8 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
 
 @torch.library.custom_op("mars::two_sets", mutates_args=())
 def two_sets_op(x: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
-    """`two_sets` in the window of the step that runs."""
-    return two_sets(x.flatten(0, -2), weights, bias, WINDOW.get()).view(*x.shape[:-1], weights.shape[1])
+    """`product` with two sets of weights."""
+    return product(x.flatten(0, -2), weights, bias, NUM_TEXT.get()).view(*x.shape[:-1], weights.shape[1])
 
 
 @two_sets_op.register_fake
@@ -312,7 +286,7 @@ def _(x: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ARG00
 def low_rank_op(x: Tensor, weight: Tensor, b: Tensor, bias: Tensor | None, sizes: list[int]) -> Tensor:
     """The product with ``weight``, which ends in the rows of the projections, and `expand` of it."""
     y = linear(x.flatten(0, -2), weight, bias)
-    expand(y, b, sizes, WINDOW.get())
+    expand(y, b, sizes, NUM_TEXT.get())
     return y.view(*x.shape[:-1], len(weight))
 
 

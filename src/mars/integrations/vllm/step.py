@@ -171,8 +171,7 @@ def step(
 
 def _without_banned(windows: WindowBatch, logits: Tensor, barred: Tensor | None) -> WindowBatch:
     """Leave out drafts from the first one on that a grammar or a ban excludes: ``threshold`` accepts all others."""
-    steps = torch.arange(windows.drafts.shape[1], device=logits.device)
-    rows = (windows.starts[:, None] + steps).clamp(max=len(logits) - 1)
+    rows = windows.rows[:, : windows.drafts.shape[1]]
     allowed = logits[rows, windows.drafts] > -torch.inf
     if barred is not None:
         allowed &= ~barred[(rows + 1).clamp(max=len(logits) - 1)]

@@ -45,6 +45,6 @@ def read_windows(tokens: Tensor, starts: Tensor, *, mask_token: int, width: int,
         groups=torch.where(group_exists, before[:, None] + 1, NO_GROUP),
         mask_count=mask_count,
         masks=masks,
-        starts=first,
+        rows=(first[:, None] + column).clamp(max=len(tokens) - 1),
         candidates=Candidates.of([[]] * len(first), 0, tokens.device),
     )
