@@ -168,9 +168,9 @@ types |= {"logits": "*bf16", "floats": "*fp64", "grammar": "*i32", "banned": "i3
 shared = {"VOCABULARY": 49152, "BLOCK": 8192, "COUNT": 4}
 rows = sampling.rows_read() | {"MOST_DRAFTS": 3, "POSITIONS": 4}
 for kernel, constants in (
-    (sampling._choose, {**shared, **rows, "VERIFIES": True, "RANKS": 1}),
-    (sampling._choose, {**shared, **rows, "VERIFIES": False, "RANKS": 1}),
-    (sampling._choose, {**shared, **rows, "VERIFIES": False, "RANKS": 4}),
+    (sampling._choose, {**shared, **rows, "VERIFIES": True, "RANKS": 1, "SHARES": False}),
+    (sampling._choose, {**shared, **rows, "VERIFIES": False, "RANKS": 1, "SHARES": True}),
+    (sampling._choose, {**shared, **rows, "VERIFIES": False, "RANKS": 4, "SHARES": True}),
     (sampling._logprobs, {**shared, "TOP": 20, "OPTIONS": rows["OPTIONS"]}),
 ):
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
+from mars.engine.budget import ragged_windows
 from mars.engine.cache import PagedCache
 from mars.engine.compilation import MOST_VARIANTS, Compiled, compiled
 from mars.engine.device_state import DeviceState
@@ -33,7 +34,7 @@ SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 25
 two: the compiler makes a variant of its own for a dimension of one."""
 BEYOND = 64
 CHUNKS = (1, 2, 4, 8, 16, 32, 64)  # numbers of prefill chunks that are captured
-MOST_GRAPHS = 256  # of steps: the least recently used goes when another is captured
+MOST_GRAPHS = 320  # of steps: the least recently used goes when another is captured
 RETRY_SECONDS = 60.0  # after memory ran out at a capture, before the next one is tried
 CONTEXT = 256  # cached tokens of the sequences whose steps are timed
 REPEATS = 10
@@ -82,18 +83,23 @@ class GraphRunner(Runner):
         self._stream = torch.cuda.Stream()  # for work that is about to be captured
         self._padding = StepInputs.padding(1, block_size, checkpoint.vocabulary)
 
-    def _decide(self, inputs: StepInputs, windows: WindowBatch, logits: torch.Tensor) -> StepOutputs:
+    def _decide(
+        self, inputs: StepInputs, windows: WindowBatch, logits: torch.Tensor, outlook: torch.Tensor | None = None
+    ) -> StepOutputs:
         torch._dynamo.mark_static(logits, 1)
-        outputs: StepOutputs = self._compiled_decide(inputs, windows, logits.contiguous())
+        outputs: StepOutputs = self._compiled_decide(inputs, windows, logits.contiguous(), outlook)
         return outputs
 
-    def _decide_by_kernel(self, inputs: StepInputs, windows: WindowBatch, logits: torch.Tensor) -> StepOutputs:
+    def _decide_by_kernel(
+        self, inputs: StepInputs, windows: WindowBatch, logits: torch.Tensor, outlook: torch.Tensor | None
+    ) -> StepOutputs:
         """The same as `Runner._decide`, whatever the features of the inputs."""
         state, mask = self.state, self.checkpoint.banned_token
         choices = self._choices(
             *(logits, windows.drafts, inputs, state, self._ends, -1 if mask is None else mask),
             self.checkpoint.head,
             is_invariant=self._invariant is not None,
+            wants_shares=outlook is not None,
         )
         emitted = state.drafts_emitted[inputs.slots]
         decision = decide_by(choices, windows, state.cursor[inputs.slots], emitted)
@@ -101,7 +107,7 @@ class GraphRunner(Runner):
         known = choices.logprobs(windows.verified_rows(), written)
         decision = state.look_up(inputs, windows.drafts, decision)
         state.advance(inputs, windows.drafts, decision)
-        return StepOutputs.of(decision, known)
+        return StepOutputs.of(decision, known, windows.draft_count, outlook)
 
     @torch.inference_mode()
     def step(self, inputs: StepInputs, window: Window, longest: int) -> StepOutputs:
@@ -157,14 +163,17 @@ class GraphRunner(Runner):
         size = padded_size(num_seqs)
         if not self._is_warm or (size, window) in self._steps:
             return window
-        captured = [each for count, each in self._steps if count == size and each | window == each]
+        alike = (each for count, each in self._steps if count == size and each.budget == window.budget)
+        captured = [each for each in alike if each | window == each]
         return min(captured, key=lambda each: each.width, default=window)
 
     def padded_size(self, num_seqs: int) -> int:
         return padded_size(num_seqs)
 
     def measured_steps(self, num_seqs: int) -> list[tuple[int, Window]]:
-        return [(padded_size(num_seqs), window) for window in self.windows]
+        size = padded_size(num_seqs)
+        ragged = [] if self.state.values is None else ragged_windows(size, self.block_size)
+        return [(size, window) for window in (*self.windows, *ragged)]
 
     def time_step(self, num_seqs: int, window: Window) -> float:
         """By the device's own clock, with `CONTEXT` tokens cached."""

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from mars.core.grammar import BITS, unpack
 from mars.core.sequence import Sequence
+from mars.engine.budget import Allotment, DraftValues
 from mars.engine.step import BIASED, LOOKUP, PADDING_SLOT, StepInputs
+from mars.errors import MarsError
 from mars.method.acceptance import Decision, kept_tokens, written_tokens
 from mars.method.lookup import look_up
 from mars.method.sampling import bias_tensor
@@ -32,10 +34,12 @@ class DeviceState:
         *,
         candidates: int = 0,
         text: int = 0,
+        ragged: bool = False,
     ) -> None:
         """For ``slots`` sequences with at most ``drafts`` drafts, ``candidates`` and ``pages`` pages each.
 
-        ``text``: most tokens of a sequence's text, if drafts are to be looked up in it here.
+        ``text``: most tokens of a sequence's text, if drafts are to be looked up in it here. ``ragged``: may sequences
+        feed windows of different lengths?
         """
         self.slots = slots
         self.vocabulary = vocabulary
@@ -45,6 +49,9 @@ class DeviceState:
         self.drafts_emitted = torch.ones(slots + 1, dtype=torch.bool, device=device)
         self.drafts = torch.zeros(slots + 1, drafts, dtype=torch.long, device=device)
         self.candidates = Candidates.of([[]] * (slots + 1), candidates, device)
+        if ragged and text:
+            raise MarsError("ragged and lookup exclude each other without the compiled step on a CPU: leave one out")
+        self.values = DraftValues(slots, drafts, drafts, device) if ragged else None
         self.page_table = torch.zeros(slots + 1, pages, dtype=torch.long, device=device)
         self.text = torch.zeros(slots + 1 if text else 0, text, dtype=torch.int32, device=device)
         self._masked: set[int] = set()  # slots with a grammar mask
@@ -72,6 +79,8 @@ class DeviceState:
         if most := self.candidates.tokens.shape[1]:
             slots = send([each.slot or 0 for each in sequences], self.device)
             self._set_candidates(slots, Candidates.of([each.candidates for each in sequences], most, self.device))
+        if self.values is not None:
+            self.values.begin(send([each.slot or 0 for each in sequences], self.device))
         for each in sequences:
             slot, each.device_drafts = each.slot or 0, each.drafts
             if len(self.text):
@@ -135,24 +144,40 @@ class DeviceState:
             self._masked.update(slots)
 
     def _set_candidates(self, slots: Tensor, candidates: Candidates) -> None:
-        for mine, given in zip(self.candidates, candidates, strict=True):
-            mine[slots, : given.shape[1]] = given
+        most, given = self.candidates.tokens.shape[1], candidates.tokens.shape[1]
+        if not most:
+            return
+        self.candidates.tokens[slots, :given], self.candidates.points[slots, :given] = candidates
+        if given < most:
+            self.candidates.points[slots, given:] = NO_GROUP
 
     # --- for a step
 
-    def windows(self, window: Window, inputs: StepInputs, mask_token: int) -> WindowBatch:
+    def windows(
+        self, window: Window, inputs: StepInputs, mask_token: int, allotment: Allotment | None = None
+    ) -> WindowBatch:
+        """``allotment``: of ragged windows."""
         slots = inputs.slots
+        count, groups, masks = self.draft_count[slots], inputs.groups, inputs.masks
+        if allotment is not None:
+            count, groups, masks = torch.minimum(count, allotment.drafts), allotment.groups, allotment.masks
         return build_windows(
             window,
             mask_token,
             last=self.last[slots],
             drafts=self.drafts[slots],
-            draft_count=self.draft_count[slots],
+            draft_count=count,
             emitted=self.drafts_emitted[slots],
-            groups=inputs.groups,
-            masks=inputs.masks,
+            groups=groups,
+            masks=masks,
             candidates=self._candidates(window, inputs),
         )
+
+    def allot(self, window: Window, inputs: StepInputs) -> Allotment | None:
+        """What each sequence would feed of a ragged window; None where windows are always alike."""
+        if self.values is None:
+            return None
+        return self.values.allot(window, inputs.slots, self.draft_count[inputs.slots], inputs.masks)
 
     def _candidates(self, window: Window, inputs: StepInputs) -> Candidates | None:
         if not window.candidates:
@@ -201,4 +226,6 @@ class DeviceState:
         self.drafts_emitted[slots] = ~verifies
         self.draft_count[slots] = torch.where(verifies, decision.draft_count, decision.trusted)
         self.drafts[slots, : decision.drafts.shape[1]] = decision.drafts
+        if self.values is not None:
+            self.values.advance(slots, decision)
         self._set_candidates(slots, decision.candidates)

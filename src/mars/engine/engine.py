@@ -20,6 +20,7 @@ from mars.core.grammar import BITS, grammar_compiler
 from mars.core.request import Request, default_dial
 from mars.core.sequence import Sequence
 from mars.core.threads import lower_priority
+from mars.engine.budget import BudgetPolicy
 from mars.engine.cache import PagedCache, layer_shapes
 from mars.engine.compilation import Compiled
 from mars.engine.cpu import VECTOR, CpuRunner, RaggedPolicy, StepSeconds, cpu_model
@@ -83,6 +84,7 @@ class Engine:
         cost: Cost | None = None,
         batch_invariant: bool = False,
         lookup: bool | None = None,
+        ragged: bool = False,
     ) -> None:
         """``max_num_seqs`` run at once. ``memory`` for keys and values: bytes, or a share of what the device has free.
 
@@ -92,7 +94,8 @@ class Engine:
         never waits. ``cost``: seconds of a step by number of sequences and window; measured, if it is not given.
         ``batch_invariant``: on a GPU, run kernels whose bits do not depend on the other requests, if there are some for
         this model; see `is_batch_invariant`.
-        ``lookup``: draft from the text itself, too; by default with the compiled step on a CPU alone.
+        ``lookup``: draft from the text itself, too; by default with the compiled step on a CPU alone. ``ragged``: let
+        the sequences of a step have windows of different lengths, which the compiled step on a CPU always does.
         """
         on_gpu = checkpoint.device.type == "cuda"
         prefill_tokens = (2048 if on_gpu else 512) if prefill_tokens is None else prefill_tokens
@@ -112,10 +115,9 @@ class Engine:
         self.max_num_seqs = max_num_seqs
         self.block_size = max(1, checkpoint.block_size if block_size is None else block_size)
         self.dial = default_dial(checkpoint)  # of requests that have none of their own; see `set_dial`
-        self.num_steps = self.num_fed = 0  # steps in which sequences decoded, and tokens that they fed
         self._looks_up = cpu is not None and not async_steps and self.block_size > 1 and lookup is not False
         """Windows differ, and the host knows the text before the next step: it looks drafts up, not the device"""
-        keeps_text = bool(lookup) and cpu is None and self.block_size > 1
+        keeps_text, ragged = (bool(each) and cpu is None and self.block_size > 1 for each in (lookup, ragged))
         most_drafts = max(self.block_size - 1, MOST_DRAFTS * self._looks_up, WIDE_DRAFTS * keeps_text)
         widest = Window(most_drafts) | Window.of(self.block_size, self.block_size, candidates)
         self.candidates, margin = widest.candidates, widest.width
@@ -132,6 +134,7 @@ class Engine:
             *(max_num_seqs, most_drafts, table, checkpoint.vocabulary, checkpoint.device),
             candidates=self.candidates,
             text=table * page_size * keeps_text,
+            ragged=ragged,
         )
         if cpu is not None:
             self._runner: Runner = CpuRunner(checkpoint, self._state, cpu, num_pages, self.block_size)
@@ -156,6 +159,7 @@ class Engine:
         self._fresh_masks: list[Future[Tensor]] = []  # begun in the last step
         self._mask_threads = ThreadPoolExecutor(max(2, min(16, os.cpu_count() or 1)), "grammar-masks", lower_priority)
         self._inputs: tuple[Batch, StepInputs] | None = None
+        self.num_steps = self.num_fed = 0  # steps in which sequences decoded, and tokens that they fed
         self._host_seconds = math.inf  # what a step took lately besides waiting for the device
 
     def _new_policy(self, cost: Cost | None) -> WindowPolicy:
@@ -163,6 +167,8 @@ class Engine:
             return RaggedPolicy(self.block_size, StepSeconds(cost or self._runner.time_step, self.block_size - 1))
         on_gpu = self.checkpoint.device.type == "cuda"
         default_groups = 2 if on_gpu else 1  # on a GPU, width costs little
+        if self._state.values is not None:
+            return BudgetPolicy(self.block_size, default_groups, cost or self._costs, self._state.values)
         drafts, explores = WIDE_DRAFTS * bool(len(self._state.text)), self._observes_costs
         return WindowPolicy(self.block_size, default_groups, cost or self._costs, explores=explores, most_drafts=drafts)
 
@@ -307,7 +313,7 @@ class Engine:
         for sequence in sequences:
             sequence.trusts_masks = sequence.dial.kind == "threshold"
         self.num_steps += 1
-        self.num_fed += sum(each.width for each in windows)
+        self.num_fed += window.budget or sum(each.width for each in windows)
         return seconds or 0.0
 
     def _set_drafts(self, sequences: SequenceOf[Sequence], windows: SequenceOf[Window]) -> None:
@@ -339,6 +345,8 @@ class Engine:
         verified = None
         results = step.outputs.results([each.request.logprobs is not None for each, _, _ in step.batch])
         probabilities = step.outputs.draft_probabilities()
+        if step.outputs.outlook is not None and isinstance(self.policy, BudgetPolicy):
+            self.policy.observe_outlook(len(step.batch), step.outputs.outlook.tolist())
         if step.seconds is not None:
             self._observe(step.windows, len(results) + sum(each.accepted for each in results), step.seconds)
         moves = zip(step.batch, step.windows, results, probabilities, strict=True)

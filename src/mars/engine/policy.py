@@ -23,6 +23,11 @@ STALE = 12  # steps after which the cost of a size that none of them had is no l
 TRIAL = 2  # steps of a trial: one that predicts drafts and one that verifies them
 TRIAL_EVERY = (16, 512)  # fewest and most steps with single tokens between two trials
 TRIAL_LOSS = 0.05  # of the time may be lost by trials
+BINS = 8  # of the probabilities that masks give to their drafts
+BIN_PRIOR = 4.0  # observations that the middle of a bin counts for
+HOPE = 0.8  # the chance of a draft of which nothing is known: high enough that masks are tried
+PROMISE = 0.8  # of its worth counts for a draft that is still to be predicted: the text may end before
+LEARNING = 0.25  # weight of a sequence's newest drafts in what is expected of its next ones
 WORTH_TRYING = 1.2  # tokens per forward that a chain must promise to be tried
 
 
@@ -52,6 +57,27 @@ class Acceptance:
         return rates
 
 
+class Calibration:
+    """How often drafts are accepted to which masks gave this probability, given that those before them were."""
+
+    def __init__(self) -> None:
+        self._accepted = [BIN_PRIOR * (each + 0.5) / BINS for each in range(BINS)]
+        self._seen = [BIN_PRIOR] * BINS
+
+    def __call__(self, probability: float) -> float:
+        at = self._bin(probability)
+        return self._accepted[at] / self._seen[at]
+
+    def observe(self, probability: float, accepted: bool) -> None:
+        at = self._bin(probability)
+        self._seen[at] += 1
+        self._accepted[at] += accepted
+
+    @staticmethod
+    def _bin(probability: float) -> int:
+        return min(int(probability * BINS), BINS - 1)
+
+
 class Measurable(Protocol):
     """What the cost of steps is measured on: a runner."""
 
@@ -77,9 +103,12 @@ class StepCosts:
         self._runner = runner
         self._turns = turns
         self._points: dict[tuple[tuple[int, Window], ...], list[CostPoint]] = {}
+        self._ragged: dict[tuple[int, Window], float] = {}  # seconds: they say nothing of other steps
 
     def __call__(self, num_seqs: int, window: Window) -> float:
-        return interpolate(self.measure(num_seqs), self._runner.padded_size(num_seqs) * window.width)
+        points, size = self.measure(num_seqs), self._runner.padded_size(num_seqs)
+        seconds = self._ragged.get((size, window))
+        return interpolate(points, window.tokens(size)) if seconds is None else seconds
 
     def measure(self, num_seqs: int) -> list[CostPoint]:
         """The steps that are timed for so many sequences.
@@ -89,9 +118,9 @@ class StepCosts:
         steps = tuple(self._runner.measured_steps(num_seqs))
         if steps not in self._points:
             turns = [[self._runner.time_step(*step) for step in steps] for _ in range(self._turns)]
-            timed = {
-                count * window.width: min(seconds) for (count, window), *seconds in zip(steps, *turns, strict=True)
-            }
+            best = dict(zip(steps, map(min, zip(*turns, strict=True)), strict=True))
+            self._ragged |= {step: seconds for step, seconds in best.items() if step[1].budget}
+            timed = {window.tokens(count): best[count, window] for count, window in steps if not window.budget}
             self._points[steps] = [CostPoint(*each) for each in sorted(timed.items())]
         return self._points[steps]
 
@@ -104,7 +133,7 @@ class StepCosts:
         points = self._points.get(tuple(self._runner.measured_steps(num_seqs)))
         if not points:
             return
-        size = self._runner.padded_size(num_seqs) * window.width
+        size = window.tokens(self._runner.padded_size(num_seqs))
         change = seconds / interpolate(points, size)
         nearest = min(points, key=lambda point: abs(point.size - size))
         if nearest.unseen < STALE:

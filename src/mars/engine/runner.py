@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from mars.engine.budget import FEWEST
 from mars.engine.cache import PagedCache
 from mars.engine.device_state import DeviceState
 from mars.engine.packing import NUM_TEXT, Packing
@@ -38,6 +39,7 @@ class Fed(NamedTuple):
     cursors: Tensor
     lengths: Tensor
     packing: Packing
+    outlook: Tensor | None = None  # see `mars.engine.budget.Allotment`
 
 
 class Runner:
@@ -127,13 +129,19 @@ class Runner:
         fed = self._prepare(inputs, window)
         where = (fed.slots, fed.cursors, fed.windows.visibility, fed.lengths, fed.packing, longest)
         logits = self._forward(fed.tokens, fed.positions, self._attention(window, *where))
-        return self._decide(inputs, fed.windows, logits)
+        return self._decide(inputs, fed.windows, logits, fed.outlook)
 
     def _prepare(self, inputs: StepInputs, window: Window) -> Fed:
         """What the sequences feed."""
-        windows = self.state.windows(window, inputs, self.checkpoint.mask_token_id or 0)
-        cursors = self.state.cursor[inputs.slots]
-        packing = Packing.whole(len(inputs), window, cursors.device)
+        state, mask_token = self.state, self.checkpoint.mask_token_id or 0
+        cursors = state.cursor[inputs.slots]
+        allotment = state.allot(window, inputs) if len(inputs) >= FEWEST else None
+        if window.budget:
+            windows = state.windows(window, inputs, mask_token, allotment)
+            packing = Packing.ragged(window, windows.fed(), window.budget)
+        else:
+            windows = state.windows(window, inputs, mask_token)
+            packing = Packing.whole(len(inputs), window, cursors.device)
         return Fed(
             windows=replace(windows, rows=packing.rows),
             tokens=packing.pack(windows.tokens),
@@ -142,9 +150,12 @@ class Runner:
             cursors=cursors,
             lengths=torch.full_like(cursors, window.width),
             packing=packing,
+            outlook=None if allotment is None else allotment.outlook,
         )
 
-    def _decide(self, inputs: StepInputs, windows: WindowBatch, logits: Tensor) -> StepOutputs:
+    def _decide(
+        self, inputs: StepInputs, windows: WindowBatch, logits: Tensor, outlook: Tensor | None = None
+    ) -> StepOutputs:
         """What the sequences emit, and the state after it."""
         state, slots, features = self.state, inputs.slots, inputs.features
         bias = self._bias + state.logit_bias(inputs) if features.biases else self._bias
@@ -156,12 +167,13 @@ class Runner:
             positions=state.cursor[slots],
             emitted=state.drafts_emitted[slots],
             head=self._head,
+            wants_shares=outlook is not None,
             **state.options(inputs, windows.drafts.shape[1] + 1),
         )
         known = logprobs(windows, logits, decision, self._bias) if features.logprobs else None
         decision = state.look_up(inputs, windows.drafts, decision)
         state.advance(inputs, windows.drafts, decision)
-        return StepOutputs.of(decision, known)
+        return StepOutputs.of(decision, known, windows.draft_count, outlook)
 
     def _attention(
         self,

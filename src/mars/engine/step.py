@@ -135,25 +135,40 @@ class StepOutputs:
     logprobs: Tensor | None = None  # (sequences, verified positions, 1 + top): of the token there, and of the top ones
     top_ids: Tensor | None = None  # (sequences, verified positions, top)
     probabilities: Tensor | None = None  # (sequences, masks): of the drafts, where they are known
+    fed: Tensor | None = None  # (sequences,): how many drafts were verified, where windows may be ragged
+    outlook: Tensor | None = None  # see `mars.engine.budget.Allotment`
     arrived: torch.cuda.Event | None = None  # when the tensors are on the host, if they are on their way
 
     @classmethod
-    def of(cls, decision: Decision, logprobs: tuple[Tensor, Tensor] | None) -> StepOutputs:
+    def of(
+        cls,
+        decision: Decision,
+        logprobs: tuple[Tensor, Tensor] | None,
+        fed: Tensor | None = None,
+        outlook: Tensor | None = None,
+    ) -> StepOutputs:
         """``logprobs``: what `mars.method.acceptance.logprobs` found, if some sequence wants them."""
         scalars = [decision.accepted, decision.trusted, decision.draft_count, decision.token]
         decisions = torch.cat([torch.stack(scalars, 1), decision.agrees, decision.drafts, *decision.candidates], 1)
-        return cls(decisions, decision.agrees.shape[1], decision.candidates.tokens.shape[1], *(logprobs or ()))
+        candidates = decision.candidates.tokens.shape[1]
+        outputs = cls(decisions, decision.agrees.shape[1], candidates, *(logprobs or ()))
+        if outlook is None or decision.log_shares is None:
+            return outputs
+        return replace(outputs, probabilities=decision.log_shares.exp(), fed=fed, outlook=outlook)
 
     def to_host(self, count: int, *, logprobs: bool) -> StepOutputs:
         """Start copying the first ``count`` rows to the host, `results` waits for them; ``logprobs``: these as well."""
         if not self.decisions.is_cuda:
             return self
-        known = (self.logprobs, self.top_ids)
-        values, ids = (None if each is None or not logprobs else _pinned_copy(each[:count]) for each in known)
+        wanted = (self.logprobs, self.top_ids) if logprobs else (None, None)
+        known = (*wanted, self.probabilities, self.fed)
+        values, ids, probabilities, fed = (None if each is None else _pinned_copy(each[:count]) for each in known)
+        outlook = None if self.outlook is None else _pinned_copy(self.outlook)
         decisions = _pinned_copy(self.decisions[:count])
         arrived = torch.cuda.Event()
         arrived.record()
-        return StepOutputs(decisions, self.drafts, self.candidates, values, ids, arrived=arrived)
+        parts = (values, ids, probabilities, fed, outlook)
+        return StepOutputs(decisions, self.drafts, self.candidates, *parts, arrived=arrived)
 
     def wait(self) -> None:
         if self.arrived is not None:
@@ -167,9 +182,13 @@ class StepOutputs:
         ends = [4, 4 + self.drafts, decisions.shape[1] - 2 * self.candidates, decisions.shape[1] - self.candidates]
         _, *parts = decisions.tensor_split(ends, 1)
         agrees, predicted, others, points = (each.tolist() for each in parts)
+        if self.fed is not None:
+            agrees = [each[:count] for each, count in zip(agrees, self.fed.tolist(), strict=True)]
         drafts = [each[:count] for each, count in zip(predicted, counts, strict=True)]
         logprobs = [self._logprobs(row) if wanted else [] for row, wanted in enumerate(wants_logprobs)]
-        candidates = [list(zip(*each, strict=True)) for each in zip(others, points, strict=True)]
+        candidates: list[SequenceOf[tuple[int, int]]] = [()] * len(tokens)
+        if self.candidates:
+            candidates = [list(zip(*each, strict=True)) for each in zip(others, points, strict=True)]
         return list(map(StepResult, accepted, tokens, agrees, drafts, trusted, logprobs, candidates))
 
     def draft_probabilities(self) -> list[list[float]]:

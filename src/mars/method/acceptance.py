@@ -143,13 +143,14 @@ class Decision:
     draft_count: Tensor  # (sequences,): how many of them are real
     trusted: Tensor  # (sequences,): how many of them, from the left, are emitted unchecked
     candidates: Candidates  # for the next window: as many as this one has room for
+    log_shares: Tensor | None = None  # (sequences, masks): logarithms of the probabilities of ``drafts``, if known
 
 
 class Predictions(NamedTuple):
     """What masks say of their tokens."""
 
     tokens: Tensor  # (sequences, n, ranks): the one it chooses, then the next likeliest
-    log_shares: Tensor  # (sequences, n, ranks): logarithms of what they have of all tokens together; 0 if alone
+    log_shares: Tensor  # (sequences, n, ranks): logarithms of what they have of all tokens together, if that is known
     confident: Tensor  # (sequences, n): is the choice sure enough to be emitted unchecked?
 
 
@@ -165,6 +166,11 @@ class Choices(Protocol):
     @property
     def has_head(self) -> bool:
         """Does a Markov head condition each mask on the token before it?"""
+        ...
+
+    @property
+    def wants_shares(self) -> bool:
+        """Is it to be found out how probable the drafts are?"""
         ...
 
     def verify(self, rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,6 +198,7 @@ class LogitsChoices:
     history: tuple[Tensor, ...]  # tokens seen and counted at each verified position, if there are penalties
     allowed: Tensor | None
     head: Callable[[Tensor], Tensor] | None = None
+    wants_shares: bool = False
 
     def verify(self, rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         adjusted = self.sampling.ban_early_end(self.sampling.adjust(self.logits[rows], *self.history), at)
@@ -218,7 +225,7 @@ class LogitsChoices:
         confident = confidence(adjusted, self.dials) >= self.dials.trust[:, None]
         scores = self.sampling.noisy(self.sampling.scores(adjusted), at)
         tokens = argmax(scores)[:, :, None]
-        if ranks == 1:
+        if ranks == 1 and not self.wants_shares:
             return Predictions(tokens, torch.zeros_like(tokens, dtype=torch.float), confident)
         log_shares = scores.log_softmax(2)
         others, ids = log_shares.scatter(2, tokens, -torch.inf).topk(ranks - 1, dim=2)
@@ -237,15 +244,16 @@ def decide(
     counts: Tensor | None = None,
     allowed: Tensor | None = None,
     head: Callable[[Tensor], Tensor] | None = None,
+    wants_shares: bool = False,
 ) -> Decision:
     """`decide_by` what the logits (tokens, vocabulary) of all windows say.
 
     ``seen`` and ``counts`` (sequences, vocabulary) are the tokens up to the last one. ``allowed`` (sequences, most
     drafts + 1, vocabulary) has the tokens that a grammar allows at the verified positions; masks are free. ``head``
-    (a Markov head) adds to the logits of masks.
+    (a Markov head) adds to the logits of masks. ``wants_shares``: find out how probable the drafts are.
     """
     history = _along_drafts(windows.drafts, seen, counts)
-    choices = LogitsChoices(logits, windows.drafts, dials, sampling, history, allowed, head)
+    choices = LogitsChoices(logits, windows.drafts, dials, sampling, history, allowed, head, wants_shares)
     return decide_by(choices, windows, positions, emitted)
 
 
@@ -272,7 +280,8 @@ def decide_by(choices: Choices, windows: WindowBatch, positions: Tensor, emitted
     real = ahead < draft_count[:, None]
     candidates = likeliest(found, real, is_candidate, wanted) if wanted else windows.candidates
     trusted = leading(found.confident & real)
-    return Decision(accepted, agrees, token, found.tokens[:, :, 0], draft_count, trusted, candidates)
+    drafts, log_shares = found.tokens[:, :, 0], found.log_shares[:, :, 0] if choices.wants_shares else None
+    return Decision(accepted, agrees, token, drafts, draft_count, trusted, candidates, log_shares)
 
 
 def _predict(choices: Choices, rows: Tensor, at: Tensor, accepted: Tensor, token: Tensor, ranks: int) -> Predictions:

@@ -52,12 +52,17 @@ def parse_window(text: str, block_size: int) -> Window:
 @dataclass(frozen=True, slots=True)
 class Window:
     """The shape of a window: room for ``drafts`` draft tokens, then ``groups`` mask groups of ``masks`` tokens each and
-    ``candidates`` candidate groups as long as these."""
+    ``candidates`` candidate groups as long as these.
+
+    With a ``budget`` the windows of a step are *ragged*: each sequence feeds a part of this shape, and all of them
+    together at most so many tokens.
+    """
 
     drafts: int = 0
     groups: int = 0
     masks: int = 0
     candidates: int = 0
+    budget: int = 0
 
     @classmethod
     def of(cls, groups: int, block_size: int, candidates: int = 0) -> Window:
@@ -88,7 +93,13 @@ class Window:
         first = self.first_candidate
         return (column < self.verified) | ((column >= first) & ((column - first) % max(self.masks, 1) == 0))
 
+    def tokens(self, sequences: int) -> int:
+        """Of a step of so many sequences."""
+        return self.budget or sequences * self.width
+
     def __str__(self) -> str:
+        if self.budget:
+            return f"ragged={self.budget}"
         if not self.groups:
             return "one-token"
         name = "chain" if self.groups == 1 else "tree" if self.groups == self.verified else f"tree={self.groups}"
@@ -132,6 +143,14 @@ class WindowBatch:
     rows: Tensor  # (sequences, width): where each token of the windows is among the logits
     candidates: Candidates  # each of which begins a group of its own, behind the other groups
     first_candidate: int = 0  # where the first of these groups starts
+
+    def fed(self) -> Tensor:
+        """(sequences, width): which tokens of the windows there are."""
+        columns, points = torch.arange(self.tokens.shape[1], device=self.tokens.device), self.candidates.points
+        candidates = self.first_candidate + torch.arange(points.shape[1], device=points.device) * self.masks
+        start = torch.cat([self.groups, torch.where(points == NO_GROUP, NO_GROUP, candidates)], 1)[:, :, None]
+        in_group = (start != NO_GROUP) & (columns >= start) & (columns < start + self.mask_count[:, None, None])
+        return (columns <= self.draft_count[:, None]) | in_group.any(1)
 
     def verified_rows(self) -> Tensor:
         """(sequences, most drafts + 1): rows of the logits that verify the drafts and yield the token after them."""

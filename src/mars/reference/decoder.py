@@ -67,7 +67,7 @@ class Decoder:
             emitted=send([each.drafts_emitted for each in sequences], device),
             head=self.checkpoint.head,
             allowed=self._allowed(sequences, windows.drafts.shape[1] + 1),
-            **self._history(sequences),
+            **self._history(sequences),  # type: ignore[arg-type]
         )
         wants = [each.request.logprobs is not None for each in sequences]
         known = None

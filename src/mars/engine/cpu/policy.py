@@ -17,7 +17,15 @@ from operator import mul
 from typing import NamedTuple
 
 from mars.core.sequence import Sequence
-from mars.engine.policy import WindowPolicy, takes_any_window
+from mars.engine.policy import (
+    BIN_PRIOR,
+    HOPE,
+    LEARNING,
+    PROMISE,
+    Calibration,
+    WindowPolicy,
+    takes_any_window,
+)
 from mars.method.lookup import LONGEST
 from mars.method.windows import Window
 
@@ -29,14 +37,9 @@ PROBE = 64  # steps after which one of single tokens is taken: whether others pa
 MOST_CHANGE = 3.0  # a step counts as at most so many times slower or faster than expected
 FEWEST_MEASURED, MOST_MEASURED = 16, 64  # tokens of the largest step that is timed, by number of sequences
 MEASURE_AGAIN = 600.0  # seconds after which steps are timed again
-BINS = 8  # of the probabilities that masks give to their drafts
-BIN_PRIOR = 4.0  # observations that the middle of a bin counts for
 MATCH_PRIOR = 0.75  # the chance of a draft that was looked up
-HOPE = 0.8  # the chance of a draft of which nothing is known: high enough that masks are tried
 MARGIN = 0.02  # tokens per sequence and step that windows must promise to bring: what they cost is not known better
 CAUTION = 1.2  # times what more tokens seem to cost: those that seem worth it are often those that seem too cheap
-PROMISE = 0.8  # of its worth counts for a draft that is still to be predicted: the text may end before
-LEARNING = 0.25  # weight of the newest drafts in what is expected of a sequence's next ones
 REST = 8  # steps of single tokens, or without masks, after it was found that nothing else pays: that takes time too
 FORGETTING = 0.1  # weight of hope, each time that is found: text changes, and masks are tried again some day
 TOO_SLOW = 0.93  # of the speed of single tokens: then there are none but these for a while
@@ -130,27 +133,6 @@ class StepSeconds:
 
 def _change(seconds: float, expected: float) -> float:
     return min(max(seconds / max(expected, 1e-9), 1 / MOST_CHANGE), MOST_CHANGE)
-
-
-class Calibration:
-    """How often drafts are accepted to which masks gave this probability, given that those before them were."""
-
-    def __init__(self) -> None:
-        self._accepted = [BIN_PRIOR * (each + 0.5) / BINS for each in range(BINS)]
-        self._seen = [BIN_PRIOR] * BINS
-
-    def __call__(self, probability: float) -> float:
-        at = self._bin(probability)
-        return self._accepted[at] / self._seen[at]
-
-    def observe(self, probability: float, accepted: bool) -> None:
-        at = self._bin(probability)
-        self._seen[at] += 1
-        self._accepted[at] += accepted
-
-    @staticmethod
-    def _bin(probability: float) -> int:
-        return min(int(probability * BINS), BINS - 1)
 
 
 class MatchCalibration:

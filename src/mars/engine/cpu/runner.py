@@ -1,7 +1,6 @@
 """The runner on a CPU: prefill and steps through step.c."""
 
 import torch
-from torch import Tensor
 
 from mars.engine.cpu.model import CpuCache, CpuModel
 from mars.engine.device_state import DeviceState
@@ -10,7 +9,7 @@ from mars.engine.step import StepInputs, StepOutputs
 from mars.method.acceptance import DialFeatures
 from mars.method.sampling import Features
 from mars.method.visibility import Visibility
-from mars.method.windows import NO_GROUP, Window, WindowBatch
+from mars.method.windows import Window
 from mars.models.checkpoint import Checkpoint
 
 PADDING_TOKEN = -1  # in windows: left out of a step
@@ -42,16 +41,6 @@ class CpuRunner(Runner):
     def _run_step(self, inputs: StepInputs, window: Window, _longest: int | None = None) -> StepOutputs:
         windows = self.state.windows(window, inputs, self.checkpoint.mask_token_id or 0)
         cursors, slots = self.state.cursor[inputs.slots], inputs.slots.contiguous()
-        tokens = windows.tokens.masked_fill(~real_tokens(windows), PADDING_TOKEN)
+        tokens = windows.tokens.masked_fill(~windows.fed(), PADDING_TOKEN)
         logits = self._model.forward(tokens, windows.visibility, slots, cursors, self.state.page_table)
         return self._decide(inputs, windows, logits)
-
-
-def real_tokens(windows: WindowBatch) -> Tensor:
-    """(sequences, width): which tokens of the windows are not padding."""
-    columns = torch.arange(windows.tokens.shape[1])
-    points = windows.candidates.points
-    candidates = windows.first_candidate + torch.arange(points.shape[1]) * windows.masks
-    start = torch.cat([windows.groups, torch.where(points == NO_GROUP, NO_GROUP, candidates)], 1)[:, :, None]
-    in_group = (start != NO_GROUP) & (columns >= start) & (columns < start + windows.mask_count[:, None, None])
-    return (columns <= windows.draft_count[:, None]) | in_group.any(1)

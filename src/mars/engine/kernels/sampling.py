@@ -195,7 +195,7 @@ def _choose(
     logits, rows, at, drafts, accepted, slots, integers, floats, bias, seen, counts, grammar, ends,
     tokens_out, passes_out, shares_out, banned, columns,
     COUNT: tl.constexpr, MOST_DRAFTS: tl.constexpr, VERIFIES: tl.constexpr, POSITIONS: tl.constexpr,
-    RANKS: tl.constexpr,
+    RANKS: tl.constexpr, SHARES: tl.constexpr,
     VOCABULARY: tl.constexpr, BLOCK: tl.constexpr,
     MEASURE: tl.constexpr, OPTIONS: tl.constexpr, TOP_K: tl.constexpr, SEED: tl.constexpr, MIN_POSITION: tl.constexpr,
     TOLERANCE: tl.constexpr, TRUST: tl.constexpr, TEMPERATURE: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
@@ -203,7 +203,8 @@ def _choose(
 ):  # fmt: skip
     """The token of one row of logits, and whether its draft is tolerated (verified rows) or it is confident (masks).
 
-    Besides the token, the next likeliest, ``RANKS`` in all, with the logarithms of what they have of all together.
+    Besides the token, the next likeliest, ``RANKS`` in all, and if ``SHARES``, the logarithms of what they have of all
+    tokens together.
     ``integers`` and ``floats`` are the matrices of `mars.engine.step.StepInputs` with ``columns`` columns; the
     constants from ``MEASURE`` on are their rows.
     """
@@ -298,7 +299,7 @@ def _choose(
     tokens_out += place * RANKS
     tl.store(tokens_out, token.to(tl.int64))
     tl.store(passes_out + place, passes)
-    if RANKS > 1:
+    if SHARES:
         mass = tl.zeros([BLOCK], tl.float32)
         tied = tl.zeros([], tl.int64)
         for start in range(0, VOCABULARY, BLOCK):
@@ -397,6 +398,7 @@ class KernelChoices:
     banned: int  # a token that is never sampled, or -1
     head: MarkovHead | None = None
     is_invariant: bool = False  # shall what the head adds not depend on the number of masks?
+    wants_shares: bool = False
 
     def verify(self, rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         tokens, _, tolerated = self._choose(self.logits, rows, at)
@@ -438,10 +440,11 @@ class KernelChoices:
         self, logits: Tensor, rows: Tensor, at: Tensor, accepted: Tensor | None = None, ranks: int = 1
     ) -> Predictions:
         tokens = torch.empty(*at.shape, ranks, dtype=torch.long, device=at.device)
-        log_shares = torch.zeros(tokens.shape, device=at.device)
+        log_shares = torch.empty(tokens.shape, device=at.device)
         passes = torch.empty_like(at, dtype=torch.bool)
         if not rows.numel():
             return Predictions(tokens, log_shares, passes)
+        has_shares = accepted is not None and (ranks > 1 or self.wants_shares)
         inputs, state = self.inputs, self.state
         told = (inputs.slots.contiguous(), inputs.integers, inputs.floats)
         held = (state.bias, state.seen, state.counts, state.grammar, self.ends)
@@ -452,6 +455,7 @@ class KernelChoices:
             MOST_DRAFTS=self.drafts.shape[1],
             VERIFIES=accepted is None,
             RANKS=ranks,
+            SHARES=has_shares,
             POSITIONS=state.grammar.shape[1],
             **rows_read(),
             **self._sizes(),

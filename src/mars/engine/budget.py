@@ -1,0 +1,202 @@
+"""Windows of different lengths in one step: what each sequence feeds, within a number of tokens for all of them.
+
+A draft is worth the chance that it is accepted, which the probability that its mask gave it tells; masks are worth the
+drafts that they promise. Whatever is worth more than the step's price of a token is fed. On a GPU the host is a step
+behind, so it knows neither the drafts nor their probabilities in time: it chooses the price and the number of tokens
+from what earlier steps would have fed at each price, and the device does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mars.core.sequence import Sequence
+from mars.engine.policy import (
+    BINS,
+    HOPE,
+    LEARNING,
+    PROMISE,
+    Calibration,
+    Cost,
+    WindowPolicy,
+    takes_any_window,
+    tokens_per_forward,
+)
+from mars.engine.step import PADDING_SLOT
+from mars.method.acceptance import Decision
+from mars.method.windows import Window
+
+PRICES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8)  # of a token, in tokens that the time of it would bring
+FEWEST = 16  # sequences: for fewer, windows that are alike cost little
+SHARES = (1.5, 2.0, 3.0, 4.5, 6.5)  # tokens of a step, by sequence
+ROUND = 8  # tokens of a step are a multiple of it
+UNKNOWN = 0.7  # the probability of a draft of which nothing is known
+FORGETTING = 0.02  # weight of hope in a step without masks: text changes, and they are tried again some day
+SPARE = 1.05  # tokens that there is room for, over those that earlier steps would have fed
+CURRENT = 0.2  # weight of the newest step in what steps would feed
+TELL_EVERY = 64  # steps after which the device is told how often drafts are accepted
+
+
+def budgets(num_seqs: int) -> list[int]:
+    """Numbers of tokens that steps of so many sequences may have."""
+    if num_seqs < FEWEST:
+        return []
+    return [-(-int(num_seqs * share) // ROUND) * ROUND for share in SHARES]
+
+
+def ragged_windows(num_seqs: int, block_size: int) -> list[Window]:
+    """Windows of which so many sequences feed parts."""
+    if block_size < 2:
+        return []
+    return [Window(block_size - 1, 2, block_size - 1, budget=each) for each in budgets(num_seqs)]
+
+
+class Allotment(NamedTuple):
+    """What each sequence of a step feeds."""
+
+    drafts: Tensor  # (sequences,)
+    groups: Tensor  # (sequences,)
+    masks: Tensor  # (sequences,): in each group
+    outlook: Tensor  # (prices, 3): at each price, further tokens that all would feed, drafts accepted, and promised
+
+
+class DraftValues:
+    """What the device knows of the drafts of all slots, and of those to come."""
+
+    def __init__(self, slots: int, drafts: int, masks: int, device: torch.device) -> None:
+        self.probability = torch.full((slots + 1, drafts), UNKNOWN, device=device)  # that masks gave the drafts at hand
+        self._usual = HOPE ** torch.arange(1, masks + 1, device=device)
+        self.hope = self._usual.repeat(slots + 1, 1)
+        """For each offset of the next drafts, the chance that it and all before it are accepted"""
+        self.calibration = (torch.arange(BINS, device=device) + 0.5) / BINS
+        """How often drafts are accepted, by probability"""
+        self.level = torch.zeros(1, dtype=torch.long, device=device)  # the step's price
+        self._prices = torch.tensor(PRICES, device=device)[:, None]
+
+    def begin(self, slots: Tensor) -> None:
+        self.probability[slots], self.hope[slots] = UNKNOWN, self._usual
+
+    def survival(self, probability: Tensor) -> Tensor:
+        """(sequences, drafts): the chance that a draft and all before it are accepted."""
+        chances = self.calibration[(probability * BINS).long().clamp(max=BINS - 1)]
+        return chances.cumprod(1)
+
+    def allot(self, window: Window, slots: Tensor, draft_count: Tensor, most_masks: Tensor) -> Allotment:
+        """``draft_count`` (sequences,): drafts at hand; ``most_masks`` (sequences,): in a group."""
+        count, masks = draft_count.clamp(max=window.drafts), most_masks.clamp(max=window.masks)
+        steps = torch.arange(window.drafts, device=slots.device)
+        survival = self.survival(self.probability[slots, : window.drafts])
+        survival = torch.where(steps < count[:, None], survival, 0.0)
+        real = slots != PADDING_SLOT
+        price = self._prices[:, :, None]
+        feeds = (survival > price) & real[:, None]
+        drafts = feeds.sum(2)  # (prices, sequences)
+
+        chances = torch.cat([torch.ones_like(survival[:, :1]), survival], 1).expand(len(price), -1, -1)
+        accepted = chances.gather(2, drafts[:, :, None])  # that all drafts fed are
+        worth = PROMISE * (self.hope[slots, : window.masks] - price).clamp(min=0)
+        offset = torch.arange(window.masks, device=slots.device)
+        promises = (accepted * worth > price) & real[:, None] & (offset < masks[:, None])
+        masks = promises.sum(2)
+        early = (drafts > 0) & ((1 - survival[:, :1]) * worth[:, :, :1] > price)[:, :, 0]
+        groups = 1 + early.long()
+
+        further = (drafts + groups * masks).sum(1)
+        emitted = torch.where(feeds, survival, 0.0).sum((1, 2))
+        promised = torch.where(promises, accepted * self.hope[slots, : window.masks], 0.0).sum((1, 2))
+        outlook = torch.stack([further.to(emitted.dtype), emitted, promised], 1)
+        chosen = (each.index_select(0, self.level)[0] for each in (drafts, groups, masks))
+        return Allotment(*self._within(window.budget, *chosen), outlook)
+
+    @staticmethod
+    def _within(budget: int, drafts: Tensor, groups: Tensor, masks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """No more tokens than there is room for: first come the drafts, then masks."""
+        room = budget - len(drafts)
+        before = drafts.cumsum(0) - drafts
+        drafts = torch.minimum(drafts, (room - before).clamp(min=0))
+        fits = (groups * masks).cumsum(0) <= room - drafts.sum()
+        return drafts, groups, torch.where(fits, masks, 0)
+
+    def advance(self, slots: Tensor, decision: Decision) -> None:
+        """Take note of new drafts."""
+        masks = decision.drafts.shape[1]
+        if decision.log_shares is None:
+            self.probability[slots, :masks] = UNKNOWN
+            return
+        probability = decision.log_shares.exp()
+        self.probability[slots, :masks] = probability
+        known, usual = self.hope[slots], self._usual
+        offset = torch.arange(masks, device=slots.device)
+        newer = known[:, :masks] + LEARNING * (self.survival(probability) - known[:, :masks])
+        hope = known + FORGETTING * (usual - known) * (decision.draft_count == 0)[:, None]
+        hope[:, :masks] = torch.where(offset < decision.draft_count[:, None], newer, hope[:, :masks])
+        self.hope[slots] = hope
+
+
+class BudgetPolicy(WindowPolicy):
+    """Chooses between windows that are alike and ragged ones, and for these the price of a token."""
+
+    def __init__(self, block_size: int, default_groups: int, cost: Cost, values: DraftValues) -> None:
+        super().__init__(block_size, default_groups, cost)
+        self._values = values
+        self._calibration = Calibration()
+        self._outlook: list[tuple[float, ...]] = []  # at each price, by sequence: see `Allotment`
+        self._level = 0  # as the device has it
+        self._until_told = TELL_EVERY
+
+    def choose(self, sequences: SequenceOf[Sequence], host_seconds: float = 0.0) -> Window:
+        alike = super().choose(sequences, host_seconds)
+        count = len(sequences)
+        if not self._outlook or any(self._needed(each, takes_any_window(each)) for each in sequences):
+            return alike
+        self._tell()
+        block_size = max(each.request.block_size for each in sequences)
+        ragged = ragged_windows(count, block_size)
+
+        def speed(window: Window, tokens: float) -> float:
+            return tokens / max(self._cost(count, window), host_seconds)
+
+        best, fastest = alike, speed(alike, count * tokens_per_forward(alike, self.acceptance.rates()))
+        for level, (further, emitted, promised) in enumerate(self._outlook):
+            needed = count * (1 + further * SPARE)
+            window = next((each for each in ragged if each.budget >= needed), None)
+            if window is None:
+                continue
+            # Drafts at hand were fed at another price than this: what masks promise is what there would be.
+            tokens = count * (1 + (emitted + promised) / 2)
+            if speed(window, tokens) > fastest:
+                best, fastest = window, speed(window, tokens)
+                self._level = level
+        if best.budget:
+            self._values.level.fill_(self._level)
+        return best
+
+    def _tell(self) -> None:
+        """Let the device know from time to time how often drafts are accepted."""
+        self._until_told -= 1
+        if not self._until_told:
+            chances = [self._calibration((each + 0.5) / BINS) for each in range(BINS)]
+            self._values.calibration.copy_(torch.tensor(chances), non_blocking=True)
+            self._until_told = TELL_EVERY
+
+    def observe_drafts(self, sequence: Sequence, drafts: int, accepted: int) -> None:
+        super().observe_drafts(sequence, drafts, accepted)
+        for offset, probability in enumerate(sequence.draft_probabilities[: min(drafts, accepted + 1)]):
+            self._calibration.observe(probability, offset < accepted)
+
+    def observe_predictions(self, sequence: Sequence, probabilities: list[float]) -> None:
+        sequence.draft_probabilities = probabilities
+
+    def observe_outlook(self, num_seqs: int, outlook: SequenceOf[SequenceOf[float]]) -> None:
+        """What a step of so many sequences would have fed at each price, and brought."""
+        newest = [tuple(each / num_seqs for each in row) for row in outlook]
+        if not self._outlook:
+            self._outlook = newest
+        self._outlook = [
+            tuple(old + CURRENT * (new - old) for old, new in zip(*rows, strict=True))
+            for rows in zip(self._outlook, newest, strict=True)
+        ]
