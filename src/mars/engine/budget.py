@@ -67,9 +67,10 @@ class Allotment(NamedTuple):
 class DraftValues:
     """What the device knows of the drafts of all slots, and of those to come."""
 
-    def __init__(self, slots: int, drafts: int, masks: int, device: torch.device) -> None:
+    def __init__(self, slots: int, drafts: int, device: torch.device) -> None:
+        """``drafts``: most of a sequence, which are as many as masks."""
         self.probability = torch.full((slots + 1, drafts), UNKNOWN, device=device)  # that masks gave the drafts at hand
-        self._usual = HOPE ** torch.arange(1, masks + 1, device=device)
+        self._usual = HOPE ** torch.arange(1, drafts + 1, device=device)
         self.hope = self._usual.repeat(slots + 1, 1)
         """For each offset of the next drafts, the chance that it and all before it are accepted"""
         self.calibration = (torch.arange(BINS, device=device) + 0.5) / BINS
@@ -85,12 +86,11 @@ class DraftValues:
         chances = self.calibration[(probability * BINS).long().clamp(max=BINS - 1)]
         return chances.cumprod(1)
 
-    def allot(self, window: Window, slots: Tensor, draft_count: Tensor, most_masks: Tensor) -> Allotment:
+    def allot(self, budget: int, slots: Tensor, draft_count: Tensor, most_masks: Tensor) -> Allotment:
         """``draft_count`` (sequences,): drafts at hand; ``most_masks`` (sequences,): in a group."""
-        count, masks = draft_count.clamp(max=window.drafts), most_masks.clamp(max=window.masks)
-        steps = torch.arange(window.drafts, device=slots.device)
-        survival = self.survival(self.probability[slots, : window.drafts])
-        survival = torch.where(steps < count[:, None], survival, 0.0)
+        survival, hope = self.survival(self.probability[slots]), self.hope[slots]
+        steps = torch.arange(survival.shape[1], device=slots.device)
+        survival = torch.where(steps < draft_count[:, None], survival, 0.0)
         real = slots != PADDING_SLOT
         price = self._prices[:, :, None]
         feeds = (survival > price) & real[:, None]
@@ -98,19 +98,18 @@ class DraftValues:
 
         chances = torch.cat([torch.ones_like(survival[:, :1]), survival], 1).expand(len(price), -1, -1)
         accepted = chances.gather(2, drafts[:, :, None])  # that all drafts fed are
-        worth = PROMISE * (self.hope[slots, : window.masks] - price).clamp(min=0)
-        offset = torch.arange(window.masks, device=slots.device)
-        promises = (accepted * worth > price) & real[:, None] & (offset < masks[:, None])
+        worth = PROMISE * (hope - price).clamp(min=0)
+        promises = (accepted * worth > price) & real[:, None] & (steps < most_masks[:, None])
         masks = promises.sum(2)
         early = (drafts > 0) & ((1 - survival[:, :1]) * worth[:, :, :1] > price)[:, :, 0]
         groups = 1 + early.long()
 
         further = (drafts + groups * masks).sum(1)
         emitted = torch.where(feeds, survival, 0.0).sum((1, 2))
-        promised = torch.where(promises, accepted * self.hope[slots, : window.masks], 0.0).sum((1, 2))
+        promised = torch.where(promises, accepted * hope, 0.0).sum((1, 2))
         outlook = torch.stack([further.to(emitted.dtype), emitted, promised], 1)
         chosen = (each.index_select(0, self.level)[0] for each in (drafts, groups, masks))
-        return Allotment(*self._within(window.budget, *chosen), outlook)
+        return Allotment(*self._within(budget, *chosen), outlook)
 
     @staticmethod
     def _within(budget: int, drafts: Tensor, groups: Tensor, masks: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -51,7 +51,7 @@ class DeviceState:
         self.candidates = Candidates.of([[]] * (slots + 1), candidates, device)
         if ragged and text:
             raise MarsError("ragged and lookup exclude each other without the compiled step on a CPU: leave one out")
-        self.values = DraftValues(slots, drafts, drafts, device) if ragged else None
+        self.values = DraftValues(slots, drafts, device) if ragged else None
         self.page_table = torch.zeros(slots + 1, pages, dtype=torch.long, device=device)
         self.text = torch.zeros(slots + 1 if text else 0, text, dtype=torch.int32, device=device)
         self._masked: set[int] = set()  # slots with a grammar mask
@@ -174,10 +174,10 @@ class DeviceState:
         )
 
     def allot(self, window: Window, inputs: StepInputs) -> Allotment | None:
-        """What each sequence would feed of a ragged window; None where windows are always alike."""
+        """What each sequence feeds of a ragged window, or would feed; None where windows are always alike."""
         if self.values is None:
             return None
-        return self.values.allot(window, inputs.slots, self.draft_count[inputs.slots], inputs.masks)
+        return self.values.allot(window.budget, inputs.slots, self.draft_count[inputs.slots], inputs.masks)
 
     def _candidates(self, window: Window, inputs: StepInputs) -> Candidates | None:
         if not window.candidates:
