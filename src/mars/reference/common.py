@@ -84,7 +84,9 @@ class ThresholdText:
         agrees = [mine == ar for mine, ar in zip(unverified, ar_choice, strict=True)]
         new = logits[self.trusted :]
         tokens = predicted(self.checkpoint, new, self.sequence.dial) if len(new) else []
-        if not self.sequence.is_finished:
+        if self.sequence.is_finished:
+            self.sequence.output.add([], [])  # the forward was paid for
+        else:
             emit(self.sequence, tokens, [*agrees, *[True] * len(tokens[:1])])
         self.trusted = len(tokens[1:])
         self.tokens += tokens

@@ -2,10 +2,11 @@
 
 Prompts are padded at the left. Every forward feeds the whole block, what is written of it and mask tokens up to its
 end, behind a copy of the cache of all that comes before; one more forward of the filled block extends that cache. A
-sequence that ends within a block goes on to the block's end; then its place in the batch is padding.
+sequence that ends within a block goes on to the block's end, even if it is the last one; then its place in the batch is
+padding.
 
-Unlike theirs, the mask token is never emitted, confidence is measured in float32, a sequence's new tokens are
-copied to the host at once and not one by one, and decoding stops with the last sequence, not at the end of its block.
+Unlike theirs, it never emits the mask token, measures confidence in float32, and copies a sequence's new tokens to the
+host at once and not one by one.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -36,19 +37,18 @@ def paper_block_cache(checkpoint: Checkpoint, requests: SequenceOf[Request], cac
     texts = [ThresholdText(checkpoint, greedy_sequence(checkpoint, request)) for request in requests]
     with own_attention(checkpoint.module) as model:
         batch = _Batch(model, checkpoint, [each.tokens for each in texts])
-        while running := [each.sequence for each in texts if not each.sequence.is_finished]:
-            size = min(cached_block, max(each.room for each in running))
+        while running := [row for row, each in enumerate(texts) if not each.sequence.is_finished]:
+            size = min(cached_block, max(texts[row].sequence.room for row in running))
             starts = [len(each.tokens) for each in texts]
-            for each in texts:
-                if each.sequence.is_finished:
-                    each.tokens += [0] * size
+            blocks = [[0] * size for _ in texts]
             is_filled = False
-            while not is_filled and not all(each.is_finished for each in running):
-                blocks = [each.tokens[start:] for each, start in zip(texts, starts, strict=True)]
+            while not is_filled:
+                for row in running:
+                    blocks[row] = texts[row].tokens[starts[row] :]
                 is_filled = all(len(block) == size for block in blocks)
                 logits = batch.feed([block + [mask] * (size - len(block)) for block in blocks], extend=is_filled)
-                for each, block, own in zip(texts, blocks, logits, strict=True):
-                    each.read(own[len(block) - each.trusted :])
+                for row in running:
+                    texts[row].read(logits[row, len(blocks[row]) - texts[row].trusted :])
     return [each.sequence.output for each in texts]
 
 
