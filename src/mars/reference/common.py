@@ -65,7 +65,7 @@ def predicted(checkpoint: Checkpoint, logits: Tensor, dial: Dial) -> list[int]:
 
 
 class ThresholdText:
-    """A sequence whose masks' tokens are emitted unchecked by the paper's rule. It may go on behind its end."""
+    """A sequence under the paper's rule. Its tokens may go on past its end, where a block has to be filled."""
 
     def __init__(self, checkpoint: Checkpoint, sequence: Sequence) -> None:
         self.checkpoint = checkpoint
