@@ -21,7 +21,15 @@ import mars
 from mars import Model, RequestOutput
 from mars.core.request import Request
 from mars.evaluation.provenance import collect
-from mars.reference import Decoder, block_cache, draft_model, jacobi, sliding_window
+from mars.reference import (
+    Decoder,
+    block_cache,
+    draft_model,
+    jacobi,
+    paper_block_cache,
+    paper_jacobi,
+    sliding_window,
+)
 
 PROMPTS = [
     "Why is the sky blue?",
@@ -69,13 +77,24 @@ RUNNERS: dict[str, Runner] = {
     "block cache of 16, batch, τ=0.95": with_threshold(
         lambda model, requests: block_cache(model.checkpoint, requests, 16)
     ),
+    "block cache of 16 as in the paper's scripts": with_threshold(
+        lambda model, requests: paper_block_cache(model.checkpoint, requests, 16)
+    ),
     "Jacobi": lambda model, requests: [jacobi(model.checkpoint, request) for request in requests],
+    "Jacobi as in the paper's scripts": lambda model, requests: [
+        paper_jacobi(model.checkpoint, request) for request in requests
+    ],
     "draft model (itself)": lambda model, requests: [
         draft_model(model.checkpoint, model.checkpoint, request) for request in requests
     ],
     "draft model (itself), target masks": lambda model, requests: [
         draft_model(model.checkpoint, model.checkpoint, request, target_masks=True) for request in requests
     ],
+    "draft model (itself), the paper's rule": with_threshold(
+        lambda model, requests: [
+            draft_model(model.checkpoint, model.checkpoint, request, target_masks=True) for request in requests
+        ]
+    ),
 }
 
 

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mars.evaluation.benchmarks import BENCHMARKS
+from mars.evaluation.benchmarks import ALL
 from mars.evaluation.provenance import collect
 
 
@@ -39,7 +39,7 @@ def main() -> None:
     args = parser.parse_args()
     dials = sorted({file.stem.split(".", 1)[1] for file in (args.converted / "answers").iterdir()})
     rows = []
-    for task in BENCHMARKS:
+    for task in ALL:
         base = answers(args.base, task, "one-token")
         for dial in dials:
             converted = answers(args.converted, task, dial)

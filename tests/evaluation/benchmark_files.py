@@ -85,7 +85,8 @@ def write_benchmarks(folder: Path) -> Path:
             (folder / f"{name}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
         else:
             (folder / f"{name}.jsonl").write_text(text)
-    (folder / "gpqa_diamond.zip").write_bytes(GPQA_ZIP)
+    for name in ("gpqa_diamond", "gpqa_main"):
+        (folder / f"{name}.zip").write_bytes(GPQA_ZIP)
     return folder
 
 

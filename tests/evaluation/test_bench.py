@@ -60,7 +60,7 @@ def read(out: Path) -> dict[str, dict]:
 def test_everything(mars_model: Path, tmp_path: Path, run, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "out.json"
     dials = ("--dials", "exact,exact tree, threshold=0.3", "--batch-sizes", "2,1")
-    peers = ("--peers", "transformers,block-cache=4,sliding-window")
+    peers = ("--peers", "transformers,block-cache=4,block-cache:paper=4,sliding-window")
     assert run("--model", mars_model, "--dtype", "float32", *dials, *peers, *SMALL, "--out", out) == 0
     record = json.loads(out.read_text())
     assert set(record) == {"options", "provenance", "bandwidth_bytes_per_second", "rows"}
@@ -70,7 +70,7 @@ def test_everything(mars_model: Path, tmp_path: Path, run, capsys: pytest.Captur
 
     rows = read(out)
     lossless = ("one-token auto", "exact auto", "exact tree", "transformers None")
-    loose = ("threshold=0.3 auto", "block-cache=4 None", "sliding-window None")
+    loose = ("threshold=0.3 auto", "block-cache=4 None", "block-cache:paper=4 None", "sliding-window None")
     assert set(rows) == {f"{name} {size}" for name in lossless + loose for size in (1, 2)}
     for row in rows.values():
         assert (row["width"] is None) == ("peer" in row)
@@ -195,9 +195,14 @@ def test_a_run_that_dies_leaves_whole_files(
         ({"--batch-sizes": "1,0"}, "whole numbers of 1 or more, not '0'"),
         ({"--batch-sizes": "two"}, "not 'two'"),
         ({"--peers": ""}, "--peers is empty"),
-        ({"--peers": "llama"}, "use transformers, vllm, llama.cpp, block-cache=16 (any block size) or sliding-window"),
+        (
+            {"--peers": "llama"},
+            "use transformers, vllm, llama.cpp, block-cache=16, block-cache:paper=16 (any block size) or",
+        ),
         ({"--peers": "llama.cpp"}, "llama.cpp"),  # it is not installed, or the model is no GGUF file
         ({"--peers": "block-cache=x"}, "unknown peer"),
+        ({"--peers": "block-cache:own=4"}, "unknown peer"),
+        ({"--peers": "block-cache:paper=4"}, "train it with `mars train`"),
         ({"--peers": "vllm"}, how_to_install("vllm")),
         ({"--peers": "sliding-window"}, "train it with `mars train`"),
         ({"--prompts": "nowhere.jsonl"}, "there is no file nowhere.jsonl"),

@@ -43,8 +43,8 @@ RIGHT = {
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_right_answers_score_and_wrong_ones_do_not(name: str, data: Path) -> None:
     asked = exam(name, data)
-    letters = [gpqa_letter(item.prompt) for item in asked.items] if name == "gpqa" else []
-    right = RIGHT.get(name, [f"Think. The answer is ({letter})." for letter in letters])
+    letters = [gpqa_letter(item.prompt) for item in asked.items] if asked.benchmark.is_private else []
+    right = RIGHT.get(asked.benchmark.form_of or name, [f"Think. The answer is ({letter})." for letter in letters])
     assert [each[asked.benchmark.score] for each in asked.score(right)] == [1.0, 1.0]
     assert [each[asked.benchmark.score] for each in asked.score(["WRONG, of course", right[1]])] == [0.0, 1.0]
 
@@ -59,6 +59,9 @@ def test_what_is_asked(name: str, data: Path) -> None:
         assert first.items[0].prompt.count("[user]") == 4  # three examples before the question
     if name == "humaneval":
         assert first.items[0].prompt.endswith(ROWS["humaneval"][0]["prompt"] + "\n")
+    if name.startswith("gsm8k"):
+        assert first.items[0].prompt.count("[user]") == (6 if name == "gsm8k_cot_5" else 1)
+        assert ("Let's think step by step" in first.items[0].prompt) == (name == "gsm8k")
     plain = exam(name, data, chat=None)
     assert "[user]" not in plain.items[0].prompt
 

@@ -70,7 +70,8 @@ def bench(
     adapter: AdapterOption = None,
     prompts: Annotated[Path | None, Option(help="JSONL file of prompts or messages; default: built in.")] = None,
     peers: Annotated[
-        str | None, Option(help="Of transformers, vllm, block-cache=16, sliding-window, with commas between.")
+        str | None,
+        Option(help="Of transformers, vllm, llama.cpp, block-cache=16, sliding-window, with commas between."),
     ] = None,
     max_new_tokens: TokensOption = 256,
     dtype: DtypeOption = None,

@@ -1,6 +1,9 @@
-"""The benchmarks of the paper: their names in lm-eval, and the local files their rows may come from."""
+"""The benchmarks of the paper: their names in lm-eval, and the local files their rows may come from.
 
-from dataclasses import dataclass
+Of GPQA and GSM8K there are two forms: ours, and under names of their own those of the paper's scripts.
+"""
+
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +16,7 @@ class Benchmark:
     parts: str | None = None  # the column that says to which task of the group a row belongs
     shots: int | None = 0  # examples before the question; None: those that are part of the task
     is_private: bool = False  # do its authors ask that questions and choices be not shown?
+    form_of: str | None = None  # another benchmark, of which this is the form that the paper's scripts ask
 
 
 BENCHMARKS = {
@@ -44,4 +48,13 @@ BENCHMARKS = {
     "humaneval": Benchmark(
         "HumanEval", "humaneval_instruct", "pass@1,none", "humaneval", ("prompt", "test", "entry_point")
     ),
+}
+ALL = tuple(BENCHMARKS)
+"""What is asked where no benchmark is named"""
+
+_GPQA, _GSM8K = (replace(BENCHMARKS[name], form_of=name) for name in ("gpqa", "gsm8k"))
+BENCHMARKS |= {
+    "gpqa_main": replace(_GPQA, title="GPQA main", task="gpqa_main_cot_zeroshot", file="gpqa_main"),
+    "gsm8k_cot": replace(_GSM8K, title="GSM8K CoT", task="gsm8k_cot"),
+    "gsm8k_cot_5": replace(_GSM8K, title="GSM8K CoT, 5-shot", task="gsm8k_cot", shots=5),
 }

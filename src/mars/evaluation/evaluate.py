@@ -29,7 +29,7 @@ from mars.core.output import RequestOutput
 from mars.core.request import Request
 from mars.errors import MarsError
 from mars.evaluation import prompts, sandbox, vllm
-from mars.evaluation.benchmarks import BENCHMARKS
+from mars.evaluation.benchmarks import ALL, BENCHMARKS
 from mars.evaluation.plan import Engine, check_counts, check_dials, list_of, source_of, split_dial
 from mars.evaluation.provenance import collect, fingerprint
 from mars.evaluation.statistics import paired, wilson
@@ -69,7 +69,7 @@ class EvalPlan:
 
 def plan_evaluation(*, tasks: str, dials: str, limit: str | None, name: str | None, **options: Any) -> EvalPlan:
     """Read and check the options, of which lists have commas between their items."""
-    wanted = list(BENCHMARKS) if tasks == "all" else list_of("--tasks", tasks)
+    wanted = list(ALL) if tasks == "all" else list_of("--tasks", tasks)
     if unknown := [task for task in wanted if task not in BENCHMARKS]:
         raise MarsError(f"--tasks has no {unknown[0]!r}: choose from {', '.join(BENCHMARKS)}, or all")
     wanted_dials = list_of("--dials", dials)

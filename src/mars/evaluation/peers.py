@@ -1,7 +1,7 @@
-"""Other decoders of the same model: transformers, vLLM, llama.cpp, and the paper's two."""
+"""Other decoders of the same model: transformers, vLLM, llama.cpp, and the paper's."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,9 +20,10 @@ from mars.evaluation.vllm import import_vllm, load_vllm
 from mars.method.acceptance import Dial
 from mars.models import Checkpoint, builtin
 from mars.models.attention import own_attention
-from mars.reference import block_cache, sliding_window
+from mars.reference import block_cache, paper_block_cache, sliding_window
 
-KNOWN = "transformers, vllm, llama.cpp, block-cache=16 (any block size) or sliding-window"
+BLOCK_CACHES = {"block-cache": block_cache, "block-cache:paper": paper_block_cache}
+KNOWN = "transformers, vllm, llama.cpp, block-cache=16, block-cache:paper=16 (any block size) or sliding-window"
 PAPER_DIAL = "threshold=0.95"
 
 
@@ -30,7 +31,7 @@ def check_peer(name: str) -> None:
     """Raise if the peer is unknown or not installed."""
     kind, _, size = name.partition("=")
     if name not in ("transformers", "vllm", "llama.cpp", "sliding-window") and not (
-        kind == "block-cache" and size.isdecimal() and int(size) > 0
+        kind in BLOCK_CACHES and size.isdecimal() and int(size) > 0
     ):
         raise MarsError(f"unknown peer {name!r}: use {KNOWN}")
     if name == "vllm":
@@ -66,8 +67,8 @@ def open_peer(
         yield Decoder(label, partial(_llama_cpp, _open_llama_cpp(checkpoint, length), checkpoint), checkpoint.device)
         return
     kind, _, size = name.partition("=")
-    if kind == "block-cache":
-        decode = partial(_block_cache, checkpoint, int(size))
+    if kind in BLOCK_CACHES:
+        decode = partial(_block_cache, BLOCK_CACHES[kind], checkpoint, int(size))
     else:
         decode = partial(_transformers if kind == "transformers" else _sliding_window, checkpoint)
     yield Decoder(label, decode, checkpoint.device)
@@ -176,8 +177,14 @@ def _paper_requests(checkpoint: Checkpoint, prompts: Sequence[list[int]], max_ne
     return [model.request(prompt, dial=PAPER_DIAL, max_new_tokens=max_new_tokens) for prompt in prompts]
 
 
-def _block_cache(checkpoint: Checkpoint, size: int, prompts: Sequence[list[int]], max_new_tokens: int) -> Round:
-    answers = block_cache(checkpoint, _paper_requests(checkpoint, prompts, max_new_tokens), size)
+def _block_cache(
+    run: Callable[[Checkpoint, Sequence[Request], int], list[RequestOutput]],
+    checkpoint: Checkpoint,
+    size: int,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+) -> Round:
+    answers = run(checkpoint, _paper_requests(checkpoint, prompts, max_new_tokens), size)
     return Round(answers, max(answer.forwards for answer in answers))
 
 

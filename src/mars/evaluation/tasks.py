@@ -136,7 +136,8 @@ def _drawn(sizes: Sequence[int], limit: int | None, seed: int) -> list[list[int]
 
 def _load(name: str, rows: Rows | None, max_new_tokens: int) -> list[Any]:
     """lm-eval's tasks of a benchmark, over these rows; None: over those of the hub."""
-    benchmark, manager = BENCHMARKS[name], _manager(name)
+    benchmark = BENCHMARKS[name]
+    manager = _manager(benchmark.form_of or name)
     members = list(manager.task_index[benchmark.task].cfg["task"]) if benchmark.parts else [benchmark.task]
     tasks, taken = [], 0
     for member in members:

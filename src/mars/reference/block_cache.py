@@ -2,12 +2,15 @@
 
 Sequences that are done with their block keep taking part in the forwards but emit nothing. A cursor per sequence, as
 the plain decoder and the engine have it, does away with that.
+
+It differs from the authors' scripts, which `paper_block_cache` follows: a forward feeds ``block_size - 1`` masks and
+not as many as the cached block has left, the first forward of a block also caches the block before, and no cache is
+copied.
 """
 
 from collections.abc import Sequence as SequenceOf
 
 import torch
-from torch import Tensor
 
 from mars.core.output import RequestOutput
 from mars.core.request import Request
@@ -17,32 +20,26 @@ from mars.method.tensors import send
 from mars.method.windows import Window
 from mars.models.checkpoint import Checkpoint
 from mars.reference.cache import Cache, forward_windows, prefill, windows_of
-from mars.reference.common import emit, greedy_sequence, mask_token, predicted, without_mask
+from mars.reference.common import ThresholdText, emit, greedy_sequence, mask_token
 
 
-class _Block:
+class _Block(ThresholdText):
     """A sequence and the block it works on."""
 
     def __init__(self, checkpoint: Checkpoint, sequence: Sequence) -> None:
-        self.checkpoint = checkpoint
-        self.sequence = sequence
-        self.tokens = sequence.tokens
+        super().__init__(checkpoint, sequence)
         self.cached = len(self.tokens) - 1
         self.start = len(self.tokens)
-        self.trusted = 0  # tokens at the end of the text that masks predicted and nothing has verified
 
     def is_filled(self, size: int) -> bool:
         return self.sequence.is_finished or len(self.tokens) - self.start >= size
 
-    def read(self, logits: Tensor) -> None:
-        """Emit by the paper's rule from logits that begin at the last verified token."""
-        ar_choice = logits[: self.trusted].argmax(1).tolist()
-        unverified = self.tokens[len(self.tokens) - self.trusted :]
-        agrees = [mine == ar for mine, ar in zip(unverified, ar_choice, strict=True)]
-        tokens = predicted(self.checkpoint, logits[self.trusted :], self.sequence.dial)
-        taken = emit(self.sequence, tokens, [*agrees, True])
-        self.trusted = taken - 1
-        self.tokens += tokens[:taken]
+
+def check_block(checkpoint: Checkpoint, cached_block: int) -> int:
+    """Raise if the checkpoint has no masks, or the block no tokens; returns the mask token."""
+    if cached_block < 1:
+        raise MarsError(f"cached_block must be at least 1, not {cached_block}")
+    return mask_token(checkpoint)
 
 
 @torch.inference_mode()
@@ -51,9 +48,7 @@ def block_cache(checkpoint: Checkpoint, requests: SequenceOf[Request], cached_bl
 
     A run of accepted tokens may reach past the end of its block; the block ends a little later then.
     """
-    if cached_block < 1:
-        raise MarsError(f"cached_block must be at least 1, not {cached_block}")
-    mask_token(checkpoint)
+    check_block(checkpoint, cached_block)
     blocks = [_Block(checkpoint, greedy_sequence(checkpoint, request)) for request in requests]
     masks = [request.block_size - 1 for request in requests]
     most = max(len(each.tokens) + each.sequence.max_tokens for each in blocks)
@@ -66,7 +61,7 @@ def block_cache(checkpoint: Checkpoint, requests: SequenceOf[Request], cached_bl
         window = Window(max(map(len, fed)) - 1, 1, max(masks))
         windows = windows_of(checkpoint, window, [(tokens[0], tokens[1:]) for tokens in fed], masks=masks)
         cursors = send([each.cached for each in blocks], checkpoint.device)
-        logits = without_mask(checkpoint, forward_windows(checkpoint, cache, rows, cursors, windows))
+        logits = forward_windows(checkpoint, cache, rows, cursors, windows)
         if all(each.is_filled(cached_block) for each in blocks):
             for each in blocks:
                 each.start = len(each.tokens)

@@ -64,6 +64,34 @@ def predicted(checkpoint: Checkpoint, logits: Tensor, dial: Dial) -> list[int]:
     return [int(token) for token in logits[:count].argmax(1)]
 
 
+class ThresholdText:
+    """A sequence under the paper's rule. Its tokens may go on past its end, where a block has to be filled."""
+
+    def __init__(self, checkpoint: Checkpoint, sequence: Sequence) -> None:
+        self.checkpoint = checkpoint
+        self.sequence = sequence
+        self.tokens = sequence.tokens
+        self.trusted = 0  # tokens at the end of the text that masks predicted and nothing has verified
+
+    def read(self, logits: Tensor) -> None:
+        """Verify the trusted tokens, then emit further ones, from logits that begin at the last verified token.
+
+        Without logits beyond the text nothing is emitted.
+        """
+        logits = without_mask(self.checkpoint, logits)
+        ar_choice = logits[: self.trusted].argmax(1).tolist()
+        unverified = self.tokens[len(self.tokens) - self.trusted :]
+        agrees = [mine == ar for mine, ar in zip(unverified, ar_choice, strict=True)]
+        new = logits[self.trusted :]
+        tokens = predicted(self.checkpoint, new, self.sequence.dial) if len(new) else []
+        if self.sequence.is_finished:
+            self.sequence.output.add([], [])  # the forward was paid for
+        else:
+            emit(self.sequence, tokens, [*agrees, *[True] * len(tokens[:1])])
+        self.trusted = len(tokens[1:])
+        self.tokens += tokens
+
+
 class Text:
     """One text with a cache of its own."""
 

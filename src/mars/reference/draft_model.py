@@ -1,7 +1,9 @@
 """Speculative decoding with a separate draft model, alone or beside a MARS target.
 
 A MARS target carries a mask group for every number of drafts it might accept, so whatever the outcome, the first few
-drafts of the next round are there already and the draft model only adds to them.
+drafts of the next round are there already and the draft model only adds to them. They are verified like all drafts, so
+the text is the AR model's. With the dial ``threshold`` the paper's rule holds instead: the predictions of the masks are
+emitted at once, unchecked, while they are confident, and the draft model goes on from there.
 """
 
 import torch
@@ -45,28 +47,39 @@ def draft_model(
     draft_dial: str = "one-token",
     target_masks: bool = False,
 ) -> RequestOutput:
-    """Verify ``drafts`` tokens per forward of the target; lossless. ``target_masks`` uses the target's masks too."""
+    """Verify ``drafts`` tokens per forward of the target. ``target_masks`` uses the target's masks too.
+
+    The text is the AR model's unless the request's dial is ``threshold`` and the target's masks are used.
+    """
     if target.vocabulary != draft.vocabulary:
         raise MarsError(f"{draft.name} cannot draft for {target.name}: their vocabularies differ")
     require_masks(draft, Dial.parse(draft_dial))
     sequence = greedy_sequence(target, request)
     masks = request.block_size - 1 if target_masks and mask_token(target) is not None else 0
-    capacity = len(request.prompt) + sequence.max_tokens + (drafts + 1) * (masks + 1)
+    capacity = len(request.prompt) + sequence.max_tokens + (drafts + masks + 1) * (masks + 1)
     drafter = _Drafter(draft, Dial.parse(draft_dial), capacity)
     text, tokens, free = Text(target, capacity), sequence.tokens, list[int]()
+    trusted = list[int]()  # tokens that the target's masks predicted, emitted but not verified
+    emits_unchecked = sequence.dial.kind == "threshold"
     while not sequence.is_finished:
         count = min(drafts, sequence.room - 1)
         free = free[:count]
-        proposed = free + drafter.propose(tokens + free, count - len(free))
-        logits = text.feed(tokens, proposed, groups=count + 1, masks=masks)
-        choices = logits[: count + 1].argmax(1).tolist()
-        accepted = count_matches(proposed, choices)
-        emit(sequence, [*proposed[:accepted], choices[accepted]], [True] * (accepted + 1))
-        tokens += [*proposed[:accepted], choices[accepted]]
+        known = [*tokens, *trusted]
+        proposed = free + drafter.propose(known + free, count - len(free))
+        fed = [*trusted, *proposed]
+        logits = text.feed(tokens, fed, groups=len(fed) + 1, masks=masks)
+        choices = logits[: len(fed) + 1].argmax(1).tolist()
+        agrees = [mine == ar for mine, ar in zip(trusted, choices[: len(trusted)], strict=True)]
+        accepted = count_matches(proposed, choices[len(trusted) :])
+        last = len(trusted) + accepted
+        group = len(fed) + 1 + last * masks  # a mask group follows every number of accepted drafts, in order
+        block = torch.cat([logits[last : last + 1], logits[group : group + masks]])
+        new = [*proposed[:accepted], *predicted(target, block, sequence.dial)]
+        emit(sequence, new, [*agrees, *[True] * (accepted + 1)])
+        tokens += [*trusted, *new[: accepted + 1]]
+        trusted = new[accepted + 1 :]
+        free = [] if emits_unchecked else with_head(target, block)[1:].argmax(1).tolist()
         text.cursor = len(tokens) - 1
-        group = count + 1 + accepted * masks  # a mask group follows every number of accepted drafts, in order
-        block = torch.cat([logits[accepted : accepted + 1], logits[group : group + masks]])
-        free = with_head(target, block)[1:].argmax(1).tolist()
         drafter.text.cursor = min(drafter.text.cursor, text.cursor)
     sequence.output.draft_forwards = drafter.forwards
     return sequence.output
