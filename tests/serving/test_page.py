@@ -777,6 +777,26 @@ def test_nothing_sticks_out(page: Page, width: int) -> None:
     assert overhang(page) == 0
 
 
+def test_a_phone_shows_the_end_of_what_was_asked(page: Page) -> None:
+    """Also where the welcome was scrolled down to its examples, and where the dial's explanation gives way."""
+    page.set_viewport_size({"width": 390, "height": 844})
+    cut_off(page, 60)
+    page.locator(".example").last.scroll_into_view_if_needed()
+    assert page.evaluate("scrollY") > 0, "a weak test"
+    send(page, LONG, "#race")
+    for stage in ("replaying", "finished"):
+        expect(page.locator(f".turn .board[data-stage={stage}]")).to_be_visible(timeout=30_000)
+        until(lambda: is_at_end(page))
+        lanes = page.locator(".turn .lane").all()
+        composer = page.locator("#composer").bounding_box()
+        assert composer
+        for box in (lane.bounding_box() for lane in lanes):
+            assert box and box["y"] >= 0 and box["y"] + box["height"] <= composer["y"], f"{stage}: a lane is covered"
+    send(page, LONG)
+    idle(page)
+    until(lambda: is_at_end(page))
+
+
 def test_light_and_dark(page: Page) -> None:
     def colours(scheme: str) -> list[list[int]]:
         page.emulate_media(color_scheme=scheme)
