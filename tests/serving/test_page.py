@@ -126,11 +126,12 @@ def kept_turns(page: Page) -> list[dict]:
     return json.loads(page.evaluate("localStorage.getItem('mars-chats')"))[0]["turns"]
 
 
-def show_text(page: Page, text: str) -> None:
-    """Have the page show an answer of its history."""
-    piece = [0.1, text, 1]
-    answer = {"dial": "exact", "turned": [], "tokens": 1, "forwards": 1, "agreement": 1, "seconds": 0.1}
-    answer |= {"finished": True, "trouble": "", "pieces": [piece]}
+def show_text(page: Page, *texts: str) -> None:
+    """Have the page show an answer of its history, whose forwards wrote 1, 2, … tokens."""
+    pieces = [[0.1 * number, text, number] for number, text in enumerate(texts, 1)]
+    tokens = sum(range(len(texts) + 1))
+    answer = {"dial": "exact", "turned": [], "tokens": tokens, "forwards": len(texts), "agreement": 1, "seconds": 0.1}
+    answer |= {"finished": True, "trouble": "", "pieces": pieces}
     chats = [{"id": 1, "turns": [{"prompt": "abc", "model": MODEL, "answers": [answer]}]}]
     page.evaluate("chats => localStorage.setItem('mars-chats', JSON.stringify(chats))", chats)
     page.evaluate("sessionStorage.setItem('mars-open-chat', '1')")
@@ -760,7 +761,7 @@ def test_a_race_needs_two_dials(page: Page, http: httpx.Client) -> None:
 # --- what it looks like
 
 
-@pytest.mark.parametrize("width", [320, 390, 1280])
+@pytest.mark.parametrize("width", [320, 390, 800, 1280])
 def test_nothing_sticks_out(page: Page, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 800})
     assert overhang(page) == 0
@@ -775,6 +776,17 @@ def test_nothing_sticks_out(page: Page, width: int) -> None:
     page.click("[popovertarget=settings]")
     expect(page.locator("#settings")).to_be_in_viewport(ratio=1)
     assert overhang(page) == 0
+
+
+@pytest.mark.parametrize("width", [320, 390, 800, 1280])
+def test_a_wide_histogram_has_room(page: Page, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 800})
+    show_text(page, *"abcdefghi")
+    expect(page.locator(".turn .histogram li")).to_have_count(8)
+    assert overhang(page) == 0
+    boxes = [page.locator(f".turn .{each}").bounding_box() for each in ("answer", "histogram", "figures dl")]
+    answer, *parts = filter(None, boxes)
+    assert len(parts) == 2 and all(part["x"] + part["width"] <= answer["x"] + answer["width"] for part in parts)
 
 
 def test_a_phone_shows_the_end_of_what_was_asked(page: Page) -> None:
