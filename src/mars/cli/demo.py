@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from mars.core.output import RequestOutput
 
 PROMPTS = (
-    "Write a Python function that counts the vowels in a string.",
     "Write a Python function that checks whether a number is even.",
+    "Count from 1 to 20.",
     "Tom has 3 boxes with 12 apples each. How many apples does he have?",
 )
 DIALS = ("one-token", "exact", "threshold=0.9")
@@ -49,7 +49,8 @@ def demo(
     marks = "Each colour is one forward" if has_colours(console) else "Bars stand between forwards"
     console.print(
         f"MARS: several tokens per forward pass. {marks}. The model is smollm2-135m in {dtype}; text and speed come "
-        "from this machine, now, one answer at a time. Code and sums, as here, gain most; free prose gains least."
+        "from this machine, now, one answer at a time. Code, lists and sums, as here, gain most; "
+        "free prose gains least."
     )
     model = load_warm("smollm2-135m", dtype=dtype)
     for dial in DIALS:
