@@ -699,7 +699,7 @@ def test_a_race_is_replayed_at_its_pace(page: Page, http: httpx.Client) -> None:
 
 
 def test_a_side_that_saves_no_forwards_is_not_called_faster(page: Page) -> None:
-    verdicts = page.evaluate(
+    shown = page.evaluate(
         """async () => {
             const { Answer } = await import("./answer.js");
             const { RaceView } = await import("./race.js");
@@ -710,11 +710,15 @@ def test_a_side_that_saves_no_forwards_is_not_called_faster(page: Page) -> None:
             return [20, 10].map((forwards) => {
                 const view = new RaceView({ answers: [side("one-token", 20, 2), side("exact", forwards, 1)] });
                 view.finish();
-                return view.part(".verdict").textContent;
+                return [view.part(".verdict").textContent, view.part(".note").textContent];
             });
         }"""
     )
-    assert verdicts == ["No faster: 1.00 tokens per forward, the same text", "1.89 times as fast, the same text"]
+    (verdict, note), (faster, other_note) = shown
+    assert (
+        verdict == "No faster: 1.00 tokens per forward, the same text" and "drafted only where that saves time" in note
+    )
+    assert faster == "1.89 times as fast, the same text" and "drafted" not in other_note
 
 
 def test_a_replay_can_be_skipped_and_seen_again(page: Page) -> None:

@@ -100,8 +100,9 @@ export class RaceView {
   get note() {
     const { answers: [, dialled], ratios } = this.turn; // a recorded race has the ratio of each of its turns
     const timed = ratios ? `The faster of ${ratios.length} turns on each side, timed` : "Timed once,";
-    const drafting = dialled.dial === "exact" && !savesForwards(dialled) ? " exact drafts where that is faster; here it hardly was." : "";
-    return `One after the other, ${dialled.dial} first. ${timed} from the first token to the last.${drafting}`;
+    const hardlyDrafts = dialled.dial === "exact" && !savesForwards(dialled);
+    return `One after the other, ${dialled.dial} first. ${timed} from the first token to the last.`
+      + (hardlyDrafts ? " With exact, tokens are drafted only where that saves time, and here it seldom did." : "");
   }
 
   /** Have the server write both sides, one after the other. */
