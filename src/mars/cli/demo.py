@@ -102,12 +102,12 @@ def side_by_side(console: Console, columns: Sequence[Column], width: int, height
     """The columns, each with its heading and figures; of what is higher than ``height``, the last lines."""
     table = Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
     texts = [by_forward(console, column.pieces).wrap(console, width) for column in columns]
-    room = 0 if height is None else max(1, height - 6)  # 6: heading, figures, and the lines before and after
+    room = 0 if height is None else max(1, height - 7)  # 7: heading, figures, and the lines before and after
     for _ in columns:
         table.add_column(width=width)
     table.add_row(*(Text(column.dial, "bold") for column in columns))
     table.add_row(*(Text("\n").join(lines[-room:]) for lines in texts))  # [-0:] is all
-    table.add_row(*(Text("\n".join(column.figures), "dim") for column in columns))
+    table.add_row(*(Text("\n".join(["", *column.figures]), "dim") for column in columns))
     return table
 
 
