@@ -696,6 +696,8 @@ def test_a_race_is_replayed_at_its_pace(page: Page, http: httpx.Client) -> None:
     expect(page.locator(".turn .verdict")).to_contain_text(expected)
     assert [float(each) for each in figures(page, "rate")] == pytest.approx(rates, rel=0.01)
     expect(page.locator(".turn .verdict")).to_be_in_viewport()
+    below = "all => all.map(({ scrollHeight, clientHeight, scrollTop }) => scrollHeight - clientHeight - scrollTop)"
+    assert max(page.locator(".turn .window").evaluate_all(below)) < 2, "a text does not show its end"
 
 
 def test_a_side_that_saves_no_forwards_is_not_called_faster(page: Page) -> None:
@@ -811,6 +813,16 @@ def test_a_phone_shows_the_end_of_what_was_asked(page: Page) -> None:
     send(page, LONG)
     idle(page)
     until(lambda: is_at_end(page))
+
+
+def test_a_race_fits_a_low_screen(page: Page) -> None:
+    page.set_viewport_size({"width": 1366, "height": 650})
+    cut_off(page, 60)
+    send(page, LONG, "#race")
+    idle(page)
+    until(lambda: is_at_end(page))
+    board, name = page.locator(".turn .board").bounding_box(), page.locator(".turn .by").first.bounding_box()
+    assert board and name and 0 <= board["y"] < board["y"] + board["height"] <= name["y"], "the board covers a text"
 
 
 def test_light_and_dark(page: Page) -> None:

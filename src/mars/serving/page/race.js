@@ -184,8 +184,10 @@ export class RaceView {
     this.#replay += 1;
     const { answers } = this.turn;
     const most = Math.max(...answers.map(({ tokens }) => tokens));
+    const isReplayed = this.board.dataset.stage === "replaying";
     answers.forEach((answer, index) => {
       this.views[index].drawWhole();
+      if (isReplayed) this.#follow(this.views[index]);
       this.#drawLane(index, answer.tokens, most, `${answer.seconds.toFixed(2)} s`);
       this.lanes[index].style.setProperty("--late", this.isWhole ? 1 - shareAtFinish(answer, answers) : 0);
     });
