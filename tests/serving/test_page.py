@@ -798,7 +798,7 @@ def test_a_wide_histogram_has_room(page: Page, width: int) -> None:
 def test_a_phone_shows_the_end_of_what_was_asked(page: Page) -> None:
     """Also where the welcome was scrolled down to its examples, and where the dial's explanation gives way."""
     page.set_viewport_size({"width": 390, "height": 844})
-    cut_off(page, 60)
+    cut_off(page, 600)  # so that the replay lasts
     page.locator(".example").last.scroll_into_view_if_needed()
     assert page.evaluate("scrollY") > 0, "a weak test"
     send(page, LONG, "#race")
