@@ -1,4 +1,4 @@
-"""Every command and block of code in README.md and docs/ is run, or at least parsed by what would run it.
+"""Every command and block of code in README.md, CONTRIBUTING.md and docs/ is run, or parsed by what would run it.
 
 ``*Needs a GPU:*`` above a block tells readers and tests that it cannot run everywhere. ``pytest -v -k level`` lists all
 steps with their levels:

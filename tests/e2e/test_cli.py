@@ -249,7 +249,7 @@ def test_demo_in_a_terminal() -> None:
 def test_demo_shows_the_end_of_what_is_higher_than_the_terminal() -> None:
     console = Console(width=40, file=io.StringIO())
     column = demo.Column("exact", [f"line {number}\n" for number in range(30)])
-    for height, first in ((None, "line 0"), (16, "line 21")):
+    for height, first in ((None, "line 0"), (16, "line 22")):
         with console.capture() as shown:
             console.print(demo.side_by_side(console, [column], 36, height))
         lines = [line.strip(" │") for line in shown.get().splitlines()]

@@ -126,11 +126,12 @@ def kept_turns(page: Page) -> list[dict]:
     return json.loads(page.evaluate("localStorage.getItem('mars-chats')"))[0]["turns"]
 
 
-def show_text(page: Page, text: str) -> None:
-    """Have the page show an answer of its history."""
-    piece = [0.1, text, 1]
-    answer = {"dial": "exact", "turned": [], "tokens": 1, "forwards": 1, "agreement": 1, "seconds": 0.1}
-    answer |= {"finished": True, "trouble": "", "pieces": [piece]}
+def show_text(page: Page, *texts: str) -> None:
+    """Have the page show an answer of its history, whose forwards wrote 1, 2, … tokens."""
+    pieces = [[0.1 * number, text, number] for number, text in enumerate(texts, 1)]
+    tokens = sum(range(len(texts) + 1))
+    answer = {"dial": "exact", "turned": [], "tokens": tokens, "forwards": len(texts), "agreement": 1, "seconds": 0.1}
+    answer |= {"finished": True, "trouble": "", "pieces": pieces}
     chats = [{"id": 1, "turns": [{"prompt": "abc", "model": MODEL, "answers": [answer]}]}]
     page.evaluate("chats => localStorage.setItem('mars-chats', JSON.stringify(chats))", chats)
     page.evaluate("sessionStorage.setItem('mars-open-chat', '1')")
@@ -695,10 +696,12 @@ def test_a_race_is_replayed_at_its_pace(page: Page, http: httpx.Client) -> None:
     expect(page.locator(".turn .verdict")).to_contain_text(expected)
     assert [float(each) for each in figures(page, "rate")] == pytest.approx(rates, rel=0.01)
     expect(page.locator(".turn .verdict")).to_be_in_viewport()
+    below = "all => all.map(({ scrollHeight, clientHeight, scrollTop }) => scrollHeight - clientHeight - scrollTop)"
+    assert max(page.locator(".turn .window").evaluate_all(below)) < 2, "a text does not show its end"
 
 
 def test_a_side_that_saves_no_forwards_is_not_called_faster(page: Page) -> None:
-    verdicts = page.evaluate(
+    shown = page.evaluate(
         """async () => {
             const { Answer } = await import("./answer.js");
             const { RaceView } = await import("./race.js");
@@ -709,11 +712,15 @@ def test_a_side_that_saves_no_forwards_is_not_called_faster(page: Page) -> None:
             return [20, 10].map((forwards) => {
                 const view = new RaceView({ answers: [side("one-token", 20, 2), side("exact", forwards, 1)] });
                 view.finish();
-                return view.part(".verdict").textContent;
+                return [view.part(".verdict").textContent, view.part(".note").textContent];
             });
         }"""
     )
-    assert verdicts == ["No faster: 1.00 tokens per forward, the same text", "1.89 times as fast, the same text"]
+    (verdict, note), (faster, other_note) = shown
+    assert (
+        verdict == "No faster: 1.00 tokens per forward, the same text" and "drafted only where that saves time" in note
+    )
+    assert faster == "1.89 times as fast, the same text" and "drafted" not in other_note
 
 
 def test_a_replay_can_be_skipped_and_seen_again(page: Page) -> None:
@@ -760,7 +767,7 @@ def test_a_race_needs_two_dials(page: Page, http: httpx.Client) -> None:
 # --- what it looks like
 
 
-@pytest.mark.parametrize("width", [320, 390, 1280])
+@pytest.mark.parametrize("width", [320, 390, 800, 1280])
 def test_nothing_sticks_out(page: Page, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 800})
     assert overhang(page) == 0
@@ -775,6 +782,47 @@ def test_nothing_sticks_out(page: Page, width: int) -> None:
     page.click("[popovertarget=settings]")
     expect(page.locator("#settings")).to_be_in_viewport(ratio=1)
     assert overhang(page) == 0
+
+
+@pytest.mark.parametrize("width", [320, 390, 800, 1280])
+def test_a_wide_histogram_has_room(page: Page, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 800})
+    show_text(page, *"abcdefghi")
+    expect(page.locator(".turn .histogram li")).to_have_count(8)
+    assert overhang(page) == 0
+    boxes = [page.locator(f".turn .{each}").bounding_box() for each in ("answer", "histogram", "figures dl")]
+    answer, *parts = filter(None, boxes)
+    assert len(parts) == 2 and all(part["x"] + part["width"] <= answer["x"] + answer["width"] for part in parts)
+
+
+def test_a_phone_shows_the_end_of_what_was_asked(page: Page) -> None:
+    """Also where the welcome was scrolled down to its examples, and where the dial's explanation gives way."""
+    page.set_viewport_size({"width": 390, "height": 844})
+    cut_off(page, 600)  # so that the replay lasts
+    page.locator(".example").last.scroll_into_view_if_needed()
+    assert page.evaluate("scrollY") > 0, "a weak test"
+    send(page, LONG, "#race")
+    for stage in ("replaying", "finished"):
+        expect(page.locator(f".turn .board[data-stage={stage}]")).to_be_visible(timeout=30_000)
+        until(lambda: is_at_end(page))
+        lanes = page.locator(".turn .lane").all()
+        composer = page.locator("#composer").bounding_box()
+        assert composer
+        for box in (lane.bounding_box() for lane in lanes):
+            assert box and box["y"] >= 0 and box["y"] + box["height"] <= composer["y"], f"{stage}: a lane is covered"
+    send(page, LONG)
+    idle(page)
+    until(lambda: is_at_end(page))
+
+
+def test_a_race_fits_a_low_screen(page: Page) -> None:
+    page.set_viewport_size({"width": 1366, "height": 650})
+    cut_off(page, 60)
+    send(page, LONG, "#race")
+    idle(page)
+    until(lambda: is_at_end(page))
+    board, name = page.locator(".turn .board").bounding_box(), page.locator(".turn .by").first.bounding_box()
+    assert board and name and 0 <= board["y"] < board["y"] + board["height"] <= name["y"], "the board covers a text"
 
 
 def test_light_and_dark(page: Page) -> None:

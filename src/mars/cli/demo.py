@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from mars.core.output import RequestOutput
 
 PROMPTS = (
-    "Write a Python function that counts the vowels in a string.",
     "Write a Python function that checks whether a number is even.",
+    "Count from 1 to 20.",
     "Tom has 3 boxes with 12 apples each. How many apples does he have?",
 )
 DIALS = ("one-token", "exact", "threshold=0.9")
@@ -49,7 +49,8 @@ def demo(
     marks = "Each colour is one forward" if has_colours(console) else "Bars stand between forwards"
     console.print(
         f"MARS: several tokens per forward pass. {marks}. The model is smollm2-135m in {dtype}; text and speed come "
-        "from this machine, now, one answer at a time. Code and sums, as here, gain most; free prose gains least."
+        "from this machine, now, one answer at a time. Code, lists and sums, as here, gain most; "
+        "free prose gains least."
     )
     model = load_warm("smollm2-135m", dtype=dtype)
     for dial in DIALS:
@@ -101,12 +102,12 @@ def side_by_side(console: Console, columns: Sequence[Column], width: int, height
     """The columns, each with its heading and figures; of what is higher than ``height``, the last lines."""
     table = Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
     texts = [by_forward(console, column.pieces).wrap(console, width) for column in columns]
-    room = 0 if height is None else max(1, height - 6)  # 6: heading, figures, and the lines before and after
+    room = 0 if height is None else max(1, height - 7)  # 7: heading, figures, and the lines before and after
     for _ in columns:
         table.add_column(width=width)
     table.add_row(*(Text(column.dial, "bold") for column in columns))
     table.add_row(*(Text("\n").join(lines[-room:]) for lines in texts))  # [-0:] is all
-    table.add_row(*(Text("\n".join(column.figures), "dim") for column in columns))
+    table.add_row(*(Text("\n".join(["", *column.figures]), "dim") for column in columns))
     return table
 
 

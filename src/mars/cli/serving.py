@@ -29,7 +29,7 @@ def serve(
     dial: DialOption = None,
     floor: Annotated[str | None, Option(help="Loosest dial that may be asked for.")] = None,
     host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535)] = 8000,
+    port: Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     max_num_seqs: RowsOption = 64,
     memory: MemoryOption = None,
     dtype: DtypeOption = None,

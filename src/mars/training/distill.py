@@ -174,7 +174,7 @@ class _Run:
                 total_tokens += len(tokens)
                 speed = f"{total_tokens:,} tokens, {total_tokens / (time.perf_counter() - started):,.0f} per second"
                 bar.update(task, advance=1, note=speed)
-                if (bar.disable and time.perf_counter() > reported + REPORT_SECONDS) or done == total:
+                if bar.disable and (done == total or time.perf_counter() > reported + REPORT_SECONDS):
                     reported = time.perf_counter()
                     bar.console.print(f"{title} {done}/{total}: {speed}")
 

@@ -14,7 +14,7 @@ const COPIED_MS = 1500;
 let chat = newChat(); // { id, turns: [{ prompt, model, answers }] }
 let stopper = null; // stops the answers that are being written
 let atEnd = true; // whether the page follows the text; scrolling up ends that
-let lastTop = 0;
+let last = { scrollTop: 0, scrollHeight: 0 };
 
 // ---- Asking ---------------------------------------------------------------------------------------------------------
 
@@ -182,9 +182,9 @@ function raceHindrance() {
 
 function noteScroll() {
   const { scrollHeight, clientHeight, scrollTop } = document.documentElement;
-  if (scrollTop < lastTop) atEnd = false;
+  if (scrollTop < last.scrollTop && scrollHeight >= last.scrollHeight) atEnd = false; // where it shrinks, it scrolls by itself
   if (scrollHeight - clientHeight - scrollTop < 40) atEnd = true;
-  lastTop = scrollTop;
+  last = { scrollTop, scrollHeight };
 }
 
 function keepEndInView() {

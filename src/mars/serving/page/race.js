@@ -100,7 +100,9 @@ export class RaceView {
   get note() {
     const { answers: [, dialled], ratios } = this.turn; // a recorded race has the ratio of each of its turns
     const timed = ratios ? `The faster of ${ratios.length} turns on each side, timed` : "Timed once,";
-    return `One after the other, ${dialled.dial} first. ${timed} from the first token to the last.`;
+    const hardlyDrafts = dialled.dial === "exact" && !savesForwards(dialled);
+    return `One after the other, ${dialled.dial} first. ${timed} from the first token to the last.`
+      + (hardlyDrafts ? " With exact, tokens are drafted only where that saves time, and here it seldom did." : "");
   }
 
   /** Have the server write both sides, one after the other. */
@@ -182,8 +184,10 @@ export class RaceView {
     this.#replay += 1;
     const { answers } = this.turn;
     const most = Math.max(...answers.map(({ tokens }) => tokens));
+    const isReplayed = this.board.dataset.stage === "replaying";
     answers.forEach((answer, index) => {
       this.views[index].drawWhole();
+      if (isReplayed) this.#follow(this.views[index]);
       this.#drawLane(index, answer.tokens, most, `${answer.seconds.toFixed(2)} s`);
       this.lanes[index].style.setProperty("--late", this.isWhole ? 1 - shareAtFinish(answer, answers) : 0);
     });
