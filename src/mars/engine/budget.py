@@ -3,12 +3,13 @@
 A draft is worth the chance that it is accepted, which the probability that its mask gave it tells; masks are worth the
 drafts that they promise. Whatever is worth more than the step's price of a token is fed. On a GPU the host is a step
 behind, so it knows neither the drafts nor their probabilities in time: it chooses the price and the number of tokens
-from what earlier steps would have fed at each price, and the device does the rest.
+from what steps fed and brought at each price, and the device does the rest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -30,14 +31,31 @@ from mars.engine.step import PADDING_SLOT
 from mars.method.acceptance import Decision
 from mars.method.windows import Window
 
-PRICES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8)  # of a token, in tokens that the time of it would bring
+PRICES = (0.02, 0.05, 0.08, 0.11, 0.14, 0.17, 0.2, 0.23, 0.26, 0.3)  # of a token, in tokens that its time would bring
+USUAL = (
+    (5.3, 0.89),
+    (4.5, 0.89),
+    (3.6, 0.84),
+    (2.9, 0.8),
+    (2.5, 0.74),
+    (2, 0.65),
+    (1.3, 0.5),
+    (1, 0.4),
+    (0.7, 0.3),
+    (0.4, 0.18),
+)
+"""At each price, tokens that a sequence feeds and drafts accepted in a step: what they are until some steps had it"""
 FEWEST = 16  # sequences: for fewer, windows that are alike cost little
-SHARES = (1.5, 2.0, 3.0, 4.5, 6.5)  # tokens of a step, by sequence
+SHARES = (1.25, 1.5, 1.8, 2.2, 2.7, 3.4, 4.4)  # tokens of a step, by sequence
 ROUND = 8  # tokens of a step are a multiple of it
 UNKNOWN = 0.7  # the probability of a draft of which nothing is known
 FORGETTING = 0.02  # weight of hope in a step without masks: text changes, and they are tried again some day
-SPARE = 1.05  # tokens that there is room for, over those that earlier steps would have fed
-CURRENT = 0.2  # weight of the newest step in what steps would feed
+SETTLES = 3  # steps at a new price after which the drafts at hand were predicted at that price
+CURRENT = 0.1  # weight of the newest step in what steps at its price feed and bring
+TRIAL = 8  # steps at a price next to the best one, to see what it brings now
+TRIAL_EVERY = 256  # steps after which that is seen anew
+WORTH_TRYING = 0.9  # of the best one's speed must be expected of it
+MARGIN = 1.03  # ragged windows must promise so much more than others: what they bring is not known better
 TELL_EVERY = 64  # steps after which the device is told how often drafts are accepted
 
 
@@ -61,7 +79,7 @@ class Allotment(NamedTuple):
     drafts: Tensor  # (sequences,)
     groups: Tensor  # (sequences,)
     masks: Tensor  # (sequences,): in each group
-    outlook: Tensor  # (prices, 3): at each price, further tokens that all would feed, drafts accepted, and promised
+    further: Tensor  # (prices,): further tokens that all sequences together would feed at each price
 
 
 class DraftValues:
@@ -104,12 +122,8 @@ class DraftValues:
         early = (drafts > 0) & ((1 - survival[:, :1]) * worth[:, :, :1] > price)[:, :, 0]
         groups = 1 + early.long()
 
-        further = (drafts + groups * masks).sum(1)
-        emitted = torch.where(feeds, survival, 0.0).sum((1, 2))
-        promised = torch.where(promises, accepted * hope, 0.0).sum((1, 2))
-        outlook = torch.stack([further.to(emitted.dtype), emitted, promised], 1)
         chosen = (each.index_select(0, self.level)[0] for each in (drafts, groups, masks))
-        return Allotment(*self._within(budget, *chosen), outlook)
+        return Allotment(*self._within(budget, *chosen), (drafts + groups * masks).sum(1))
 
     @staticmethod
     def _within(budget: int, drafts: Tensor, groups: Tensor, masks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,43 +150,83 @@ class DraftValues:
         self.hope[slots] = hope
 
 
+@dataclass(slots=True)
+class Experience:
+    """What steps at a price feed and bring, by sequence."""
+
+    further: float  # tokens besides the last ones
+    accepted: float
+    until_trial: int = 0  # steps until it is tried again, if it is next to the best one
+
+    def observe(self, further: float, accepted: float) -> None:
+        self.further += CURRENT * (further - self.further)
+        self.accepted += CURRENT * (accepted - self.accepted)
+
+
 class BudgetPolicy(WindowPolicy):
-    """Chooses between windows that are alike and ragged ones, and for these the price of a token."""
+    """Chooses between windows that are alike and ragged ones, and for these the price of a token.
+
+    What a price brings shows only after some steps at it, since the masks of one step are the drafts of the next. So
+    the best price is looked for among those known, and its neighbours are tried now and then.
+    """
 
     def __init__(self, block_size: int, default_groups: int, cost: Cost, values: DraftValues) -> None:
         super().__init__(block_size, default_groups, cost)
         self._values = values
         self._calibration = Calibration()
-        self._outlook: list[tuple[float, ...]] = []  # at each price, by sequence: see `Allotment`
-        self._level = 0  # as the device has it
+        self._known = [Experience(*each) for each in USUAL]
+        self._level = 0  # the price of the last ragged window, as the device has it
+        self._steps = 0  # ragged ones at this price without another in between
+        self._trial = 0  # steps left of a trial
         self._until_told = TELL_EVERY
 
     def choose(self, sequences: SequenceOf[Sequence], host_seconds: float = 0.0) -> Window:
         alike = super().choose(sequences, host_seconds)
         count = len(sequences)
-        if not self._outlook or any(self._needed(each, takes_any_window(each)) for each in sequences):
+        if count < FEWEST or any(self._needed(each, takes_any_window(each)) for each in sequences):
             return alike
         self._tell()
-        block_size = max(each.request.block_size for each in sequences)
-        ragged = ragged_windows(count, block_size)
+        ragged = ragged_windows(count, max(each.request.block_size for each in sequences))
 
         def speed(window: Window, tokens: float) -> float:
             return tokens / max(self._cost(count, window), host_seconds)
 
-        best, fastest = alike, speed(alike, count * tokens_per_forward(alike, self.acceptance.rates()))
-        for level, (further, emitted, promised) in enumerate(self._outlook):
-            needed = count * (1 + further * SPARE)
+        def at(level: int) -> tuple[float, Window]:
+            """Tokens per second at a price, and the window with room for what it feeds."""
+            known = self._known[level]
+            needed = count * (1 + known.further)
             window = next((each for each in ragged if each.budget >= needed), None)
-            if window is None:
-                continue
-            # Drafts at hand were fed at another price than this: what masks promise is what there would be.
-            tokens = count * (1 + (emitted + promised) / 2)
-            if speed(window, tokens) > fastest:
-                best, fastest = window, speed(window, tokens)
-                self._level = level
-        if best.budget:
-            self._values.level.fill_(self._level)
-        return best
+            return (0.0, alike) if window is None else (speed(window, count * (1 + known.accepted)), window)
+
+        level, fastest = self._next_level([at(each)[0] for each in range(len(PRICES))])
+        if fastest <= MARGIN * speed(alike, count * tokens_per_forward(alike, self.acceptance.rates())):
+            self._steps = 0
+            return alike
+        self._steps = self._steps + 1 if level == self._level else 0
+        if not self._steps:
+            self._level = level
+            self._values.level.fill_(level)
+        return at(level)[1]
+
+    def _next_level(self, speeds: SequenceOf[float]) -> tuple[int, float]:
+        """The price of the next ragged window, and what the best one brings."""
+        best = max(range(len(speeds)), key=speeds.__getitem__)
+        if self._trial:
+            self._trial -= 1
+            return self._level, speeds[best]
+        for level in (best - 1, best + 1):
+            if 0 <= level < len(speeds) and speeds[level] > WORTH_TRYING * speeds[best]:
+                known = self._known[level]
+                known.until_trial -= 1
+                if known.until_trial < 0:
+                    known.until_trial, self._trial = TRIAL_EVERY, TRIAL - 1
+                    return level, speeds[best]
+        return best, speeds[best]
+
+    def observe_ragged(self, num_seqs: int, further: SequenceOf[int], accepted: int) -> None:
+        """What so many sequences would have fed at each price in a ragged step, and how many drafts were accepted."""
+        if self._steps >= SETTLES:
+            self._known[self._level].observe(further[self._level] / num_seqs, accepted / num_seqs)
 
     def _tell(self) -> None:
         """Let the device know from time to time how often drafts are accepted."""
@@ -189,13 +243,3 @@ class BudgetPolicy(WindowPolicy):
 
     def observe_predictions(self, sequence: Sequence, probabilities: list[float]) -> None:
         sequence.draft_probabilities = probabilities
-
-    def observe_outlook(self, num_seqs: int, outlook: SequenceOf[SequenceOf[float]]) -> None:
-        """What a step of so many sequences would have fed at each price, and brought."""
-        newest = [tuple(each / num_seqs for each in row) for row in outlook]
-        if not self._outlook:
-            self._outlook = newest
-        self._outlook = [
-            tuple(old + CURRENT * (new - old) for old, new in zip(*rows, strict=True))
-            for rows in zip(self._outlook, newest, strict=True)
-        ]

@@ -39,7 +39,7 @@ class Fed(NamedTuple):
     cursors: Tensor
     lengths: Tensor
     packing: Packing
-    outlook: Tensor | None = None  # see `mars.engine.budget.Allotment`
+    further: Tensor | None = None  # see `mars.engine.budget.Allotment`
 
 
 class Runner:
@@ -129,7 +129,7 @@ class Runner:
         fed = self._prepare(inputs, window)
         where = (fed.slots, fed.cursors, fed.windows.visibility, fed.lengths, fed.packing, longest)
         logits = self._forward(fed.tokens, fed.positions, self._attention(window, *where))
-        return self._decide(inputs, fed.windows, logits, fed.outlook)
+        return self._decide(inputs, fed.windows, logits, fed.further)
 
     def _prepare(self, inputs: StepInputs, window: Window) -> Fed:
         """What the sequences feed."""
@@ -150,11 +150,11 @@ class Runner:
             cursors=cursors,
             lengths=torch.full_like(cursors, window.width),
             packing=packing,
-            outlook=None if allotment is None else allotment.outlook,
+            further=None if allotment is None else allotment.further,
         )
 
     def _decide(
-        self, inputs: StepInputs, windows: WindowBatch, logits: Tensor, outlook: Tensor | None = None
+        self, inputs: StepInputs, windows: WindowBatch, logits: Tensor, further: Tensor | None = None
     ) -> StepOutputs:
         """What the sequences emit, and the state after it."""
         state, slots, features = self.state, inputs.slots, inputs.features
@@ -167,13 +167,13 @@ class Runner:
             positions=state.cursor[slots],
             emitted=state.drafts_emitted[slots],
             head=self._head,
-            wants_shares=outlook is not None,
+            wants_shares=further is not None,
             **state.options(inputs, windows.drafts.shape[1] + 1),
         )
         known = logprobs(windows, logits, decision, self._bias) if features.logprobs else None
         decision = state.look_up(inputs, windows.drafts, decision)
         state.advance(inputs, windows.drafts, decision)
-        return StepOutputs.of(decision, known, windows.draft_count, outlook)
+        return StepOutputs.of(decision, known, windows.draft_count, further)
 
     def _attention(
         self,
