@@ -80,7 +80,7 @@ def test_what_is_worth_its_price_is_fed(batch: list, level: int, room: int) -> N
         early = bool(survival) and (1 - survival[0]) * worth[0] > price
         wanted.append((len(survival), 1 + early, ahead))
     further = sum(first + groups * ahead for first, groups, ahead in wanted)
-    assert float(found.outlook[level, 0]) == further
+    assert int(found.further[level]) == further
     fed = found.drafts + found.groups * found.masks
     assert int(fed.sum()) <= room
     if further <= room:
@@ -173,7 +173,6 @@ def test_no_choice_no_ragged_window() -> None:
     exact, relaxed = (
         Sequence.of(Request([1], Dial.parse(dial), block_size=4), checkpoint) for dial in ("exact", "relaxed=0.5")
     )
-    mine.policy.observe_outlook(1, [[1.0, 0.9, 0.9]] * len(PRICES))
     assert mine.policy.choose([exact] * 4).budget
     assert not mine.policy.choose([exact, relaxed]).budget
 

@@ -297,7 +297,7 @@ def test_the_window_follows_the_number_of_sequences() -> None:
         mine = engine(num_seqs=64, price=0.02, candidates=0)
         step = mine._runner.step
         mine._runner.step = lambda inputs, window, longest: (
-            widths.append((count, window.width)),
+            widths.append((len(inputs), window.width)),
             step(inputs, window, longest),
         )[1]
         sequences = [mine.add_request(ask(start % 10, length=8)) for start in range(count)]

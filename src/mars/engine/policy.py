@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mars.core.sequence import Sequence
-from mars.method.windows import Window
+from mars.method.windows import NARROW, Window
 
 Cost = Callable[[int, Window], float]  # seconds of a step of so many sequences with this window
 PRIOR = 0.7  # how often a draft is accepted if those before it were, before anything was observed
@@ -220,8 +220,9 @@ class WindowPolicy:
 
         rates = self.acceptance.rates()
         best = fastest(candidates, rates, len(sequences), cost)
-        if self._explores and self._tries_chain(best, candidates[1], rates, len(sequences)):
-            return candidates[1]
+        chain = needed | Window.of(1, min(free, NARROW))
+        if self._explores and self._tries_chain(best, chain, rates, len(sequences)):
+            return chain
         return best
 
     def _tries_chain(self, best: Window, chain: Window, rates: SequenceOf[float], num_seqs: int) -> bool:

@@ -107,9 +107,10 @@ class Window:
 
     @classmethod
     def useful(cls, block_size: int) -> list[Window]:
-        """Windows that are worth a choice: of the model's block size and, if that is large, of a narrower one."""
-        blocks = sorted({min(block_size, NARROW), block_size})
-        return [cls.of(groups, block) for block in blocks for groups in sorted({1, min(block, 2), block})]
+        """Windows that are worth a choice: of the model's block size and of narrower ones, the narrowest as chains."""
+        blocks = sorted({*range(2, min(block_size, NARROW) + 1), block_size})
+        trees = {block: {2, block} if block in (NARROW, block_size) else set() for block in blocks}
+        return [cls.of(groups, block) for block in blocks for groups in sorted({1, *trees[block]}) if block > 1]
 
     def __or__(self, other: Window) -> Window:
         """The smallest window that holds both."""
