@@ -13,6 +13,7 @@ from mars.core.sequence import Sequence
 from mars.engine.policy import (
     PRIOR,
     Acceptance,
+    CandidateHits,
     CostPoint,
     StepCosts,
     WindowPolicy,
@@ -27,22 +28,44 @@ from tests.conftest import tiny_checkpoint
 WINDOWS = [Window(), *(Window.of(groups, 4) for groups in (1, 2, 3, 4))]
 
 
-def simulate(window: Window, passes: list[float], forwards: int = 40_000) -> float:
+def simulate(window: Window, passes: list[float], hit: float = 0.0, forwards: int = 40_000) -> float:
     """Tokens per forward of a sequence whose drafts pass with these chances, each given that those before it did."""
-    draw, tokens, drafts = random.Random(0), 0, False
+    draw, tokens, drafts, behind = random.Random(0), 0, False, False
     for _ in range(forwards):
         count = window.masks if drafts else 0
-        accepted = next((i for i in range(count) if draw.random() >= passes[i]), count)
+        chances = [1.0, *passes] if behind else passes
+        accepted = next((i for i in range(count) if draw.random() >= chances[i]), count)
         tokens += accepted + 1
-        drafts = accepted in [count, *range(count)][: window.groups]
+        behind = accepted < count and draw.random() < hit
+        drafts = behind or accepted in [count, *range(count)][: window.groups]
     return tokens / forwards
 
 
 @pytest.mark.parametrize("passes", [[0.8, 0.7, 0.6], [0.3, 0.9, 0.2], [1.0, 1.0, 1.0], [0.0, 0.5, 0.5]])
+@pytest.mark.parametrize("hit", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_expected_tokens(window: Window, passes: list[float]) -> None:
+def test_expected_tokens(window: Window, passes: list[float], hit: float) -> None:
     rates = [passes[0], passes[0] * passes[1], passes[0] * passes[1] * passes[2]]
-    assert tokens_per_forward(window, rates) == pytest.approx(simulate(window, passes), rel=0.02)
+    assert tokens_per_forward(window, rates, hit) == pytest.approx(simulate(window, passes, hit), rel=0.02)
+
+
+def test_candidates_are_worth_what_they_explain() -> None:
+    hits = CandidateHits(6)
+    assert hits.rates()[0] == 0 and hits.rates() == sorted(hits.rates())
+    for number in range(3000):
+        hits.observe(3, [0, 0, 1, None][number % 4])
+    none, one, two, three, *more = hits.rates()
+    assert none == 0 and one == pytest.approx(0.5, abs=0.02) and two == pytest.approx(0.75, abs=0.02)
+    assert three == pytest.approx(0.75, abs=0.02) and more == sorted(more)
+
+    def cost(_: int, window: Window) -> float:
+        return 1 + 0.005 * window.width
+
+    windows = Window.useful(4, 6)
+    assert [str(each) for each in windows[-2:]] == ["tree+3", "tree+6"]
+    assert fastest(windows, [0.7, 0.5, 0.3], 1, cost, hits.rates()).candidates == 3
+    assert not fastest(windows, [0.7, 0.5, 0.3], 1, cost, [0.0] * 7).candidates
+    assert not fastest(windows, [0.7, 0.5, 0.3], 1, lambda _, window: window.width, hits.rates()).candidates
 
 
 def test_acceptance_is_observed_and_decays() -> None:

@@ -170,8 +170,10 @@ class BudgetPolicy(WindowPolicy):
     the best price is looked for among those known, and its neighbours are tried now and then.
     """
 
-    def __init__(self, block_size: int, default_groups: int, cost: Cost, values: DraftValues) -> None:
-        super().__init__(block_size, default_groups, cost)
+    def __init__(
+        self, block_size: int, default_groups: int, cost: Cost, values: DraftValues, candidates: int = 0
+    ) -> None:
+        super().__init__(block_size, default_groups, cost, candidates=candidates)
         self._values = values
         self._calibration = Calibration()
         self._known = [Experience(*each) for each in USUAL]
@@ -199,7 +201,8 @@ class BudgetPolicy(WindowPolicy):
             return (0.0, alike) if window is None else (speed(window, count * (1 + known.accepted)), window)
 
         level, fastest = self._next_level([at(each)[0] for each in range(len(PRICES))])
-        if fastest <= MARGIN * speed(alike, count * tokens_per_forward(alike, self.acceptance.rates())):
+        hit = self.candidate_hits.rates()[alike.candidates]
+        if fastest <= MARGIN * speed(alike, count * tokens_per_forward(alike, self.acceptance.rates(), hit)):
             self._steps = 0
             return alike
         self._steps = self._steps + 1 if level == self._level else 0

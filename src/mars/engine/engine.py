@@ -168,9 +168,14 @@ class Engine:
         on_gpu = self.checkpoint.device.type == "cuda"
         default_groups = 2 if on_gpu else 1  # on a GPU, width costs little
         if self._state.values is not None:
-            return BudgetPolicy(self.block_size, default_groups, cost or self._costs, self._state.values)
-        drafts, explores = WIDE_DRAFTS * bool(len(self._state.text)), self._observes_costs
-        return WindowPolicy(self.block_size, default_groups, cost or self._costs, explores=explores, most_drafts=drafts)
+            values = self._state.values
+            return BudgetPolicy(self.block_size, default_groups, cost or self._costs, values, self.candidates)
+        return WindowPolicy(
+            *(self.block_size, default_groups, cost or self._costs),
+            explores=self._observes_costs,
+            most_drafts=WIDE_DRAFTS * bool(len(self._state.text)),
+            candidates=self.candidates,
+        )
 
     # --- requests
 
@@ -354,6 +359,7 @@ class Engine:
         for (sequence, admission, dial), window, result, known in moves:
             if sequence.slot is None or sequence.admissions != admission:
                 continue
+            candidates = sequence.candidates[: window.candidates]
             try:
                 verified_now = sequence.process(result, dial)
             except Exception as error:
@@ -364,6 +370,10 @@ class Engine:
                 if len(self._state.text):  # where there were fewer drafts than room, the rest count as not accepted
                     verified = (window.drafts, verified[1])
                 self.policy.observe_drafts(sequence, *verified)
+                if candidates and verified[0] > verified[1]:
+                    right = (result.token, result.accepted)
+                    hit = candidates.index(right) if right in candidates else None
+                    self.policy.candidate_hits.observe(len(candidates), hit)
             self.policy.observe_predictions(sequence, known[: len(sequence.drafts)])
             if self._looks_up:
                 asked = sequence.request.lookup

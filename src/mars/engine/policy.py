@@ -17,6 +17,9 @@ Cost = Callable[[int, Window], float]  # seconds of a step of so many sequences 
 PRIOR = 0.7  # how often a draft is accepted if those before it were, before anything was observed
 PRIOR_WEIGHT = 20.0  # how many observations the prior counts for
 DECAY = 0.999  # what is left of an observation after another one; also after a step that observes nothing
+FIRST_HIT = (
+    0.3  # … the chance of the likeliest candidate where a draft is rejected; of others, over their place squared
+)
 NEWEST = 0.3  # weight of the newest step in the cost of its size, a geometric average
 MOST_CHANGE = 2.0  # a step counts as at most so many times slower or faster than expected
 STALE = 12  # steps after which the cost of a size that none of them had is no longer believed
@@ -54,6 +57,28 @@ class Acceptance:
         for accepted, seen in zip(self._accepted, self._seen, strict=True):
             so_far *= (accepted + PRIOR_WEIGHT * PRIOR) / (seen + PRIOR_WEIGHT)
             rates.append(so_far)
+        return rates
+
+
+class CandidateHits:
+    """How often a candidate is what the AR model writes in place of a rejected draft, by its place among them."""
+
+    def __init__(self, most: int) -> None:
+        self._hits = [0.0] * most
+        self._seen = [0.0] * most
+
+    def observe(self, fed: int, hit: int | None) -> None:
+        """A draft was rejected in a window with ``fed`` candidates; ``hit``: which of them was right."""
+        for number in range(fed):
+            self._seen[number] = self._seen[number] * DECAY + 1
+            self._hits[number] = self._hits[number] * DECAY + (number == hit)
+
+    def rates(self) -> list[float]:
+        """For each number of candidates, from none on, the chance that one of them is right."""
+        rates = [0.0]
+        for number, (hits, seen) in enumerate(zip(self._hits, self._seen, strict=True), 1):
+            chance = (hits + PRIOR_WEIGHT * FIRST_HIT / number**2) / (seen + PRIOR_WEIGHT)
+            rates.append(min(rates[-1] + chance, 1.0))
         return rates
 
 
@@ -157,40 +182,68 @@ def interpolate(points: SequenceOf[CostPoint], size: int) -> float:
     return max(low.seconds + slope * (size - low.size), min(low.seconds, high.seconds) / 2)
 
 
-def tokens_per_forward(window: Window, rates: SequenceOf[float]) -> float:
+def tokens_per_forward(window: Window, rates: SequenceOf[float], hit: float = 0.0) -> float:
     """What a sequence emits per forward in the long run.
 
     A forward with drafts emits one token and what is accepted; the next one has drafts if a mask group followed the
-    accepted ones. A forward without drafts emits one token, and the next one has drafts.
+    accepted ones. A forward without drafts emits one token, and the next one has drafts. Where a draft is rejected, one
+    of the candidates is right with the chance ``hit``: the first draft after it is certain.
     """
     if not window.groups:
         return 1.0
     rates = rates[: window.drafts]
-    ends = [before - after for before, after in zip([1.0, *rates], [*rates, 0.0], strict=True)]
-    drafted_again = ends[-1] + sum(ends[: min(window.groups - 1, len(rates))])
-    with_drafts = 1 / (2 - drafted_again)
-    return 1 + with_drafts * sum(rates)
+    behind_candidate = [1.0, *rates[:-1]] if rates else []
+    again, hits = _drafted(window, rates, hit)
+    again_behind, hits_behind = _drafted(window, behind_candidate, hit)
+    usual, behind = 1.0, hits / max(1 - hits_behind, 1e-9)  # forwards with drafts, in proportion
+    without = (1 - again - hits) + behind * (1 - again_behind - hits_behind)
+    emitted = usual * sum(rates) + behind * sum(behind_candidate)
+    return 1 + emitted / (usual + behind + without)
 
 
-def fastest(candidates: SequenceOf[Window], rates: SequenceOf[float], num_seqs: int, cost: Cost) -> Window:
-    """The window with the most tokens per second; the first of equals."""
-    return max(candidates, key=lambda window: tokens_per_forward(window, rates) / cost(num_seqs, window))
+def _drafted(window: Window, rates: SequenceOf[float], hit: float) -> tuple[float, float]:
+    """After a forward with drafts, the chances that masks drafted the next ones, and that they follow a candidate."""
+    misses = [before - after for before, after in zip([1.0, *rates], rates, strict=False)]
+    all_accepted = 1 - sum(misses)
+    return all_accepted + (1 - hit) * sum(misses[: window.groups - 1]), hit * sum(misses)
+
+
+def fastest(
+    windows: SequenceOf[Window], rates: SequenceOf[float], num_seqs: int, cost: Cost, hits: SequenceOf[float] = (0.0,)
+) -> Window:
+    """The window with the most tokens per second; the first of equals. ``hits``: see `CandidateHits.rates`."""
+
+    def speed(window: Window) -> float:
+        hit = hits[min(window.candidates, len(hits) - 1)]
+        return tokens_per_forward(window, rates, hit) / cost(num_seqs, window)
+
+    return max(windows, key=speed)
 
 
 class WindowPolicy:
     """Chooses the window of each step."""
 
     def __init__(
-        self, block_size: int, default_groups: int, cost: Cost, *, explores: bool = False, most_drafts: int = 0
+        self,
+        block_size: int,
+        default_groups: int,
+        cost: Cost,
+        *,
+        explores: bool = False,
+        most_drafts: int = 0,
+        candidates: int = 0,
     ) -> None:
         """``default_groups``: mask groups of requests that name no window and whose text depends on it.
 
         ``explores``: try a chain now and then while single tokens seem faster, for costs that are kept up to date.
-        ``most_drafts``: of a window with what was looked up, if that is more than masks draft.
+        ``most_drafts``: of a window with what was looked up, if that is more than masks draft. ``candidates``: most of
+        a window.
         """
         self.acceptance = Acceptance(max(block_size - 1, most_drafts))
         self._most_drafts = most_drafts
         self._default_groups = default_groups
+        self._candidates = candidates
+        self.candidate_hits = CandidateHits(candidates)
         self._cost = cost
         self._explores = explores
         self._pause = TRIAL_EVERY[0]  # steps with single tokens between two trials
@@ -211,15 +264,15 @@ class WindowPolicy:
                 needed |= window
         if free < 2:
             return needed
-        candidates = [needed, *(needed | window for window in Window.useful(free))]
+        windows = [needed, *(needed | window for window in Window.useful(free, self._candidates))]
         if self._most_drafts:
-            candidates += [each | Window(self._most_drafts) for each in candidates[1:]]
+            windows += [each | Window(self._most_drafts) for each in windows[1:]]
 
         def cost(num_seqs: int, window: Window) -> float:
             return max(self._cost(num_seqs, window), host_seconds)
 
         rates = self.acceptance.rates()
-        best = fastest(candidates, rates, len(sequences), cost)
+        best = fastest(windows, rates, len(sequences), cost, self.candidate_hits.rates())
         chain = needed | Window.of(1, min(free, NARROW))
         if self._explores and self._tries_chain(best, chain, rates, len(sequences)):
             return chain
@@ -256,7 +309,7 @@ class WindowPolicy:
         """Of the sequence's windows."""
         block_size = sequence.request.block_size
         if takes_any_window(sequence):
-            return Window.of(block_size, block_size)
+            return Window.of(block_size, block_size, self._candidates)
         return sequence.request.window or Window.of(self._default_groups, block_size)
 
     def _needed(self, sequence: Sequence, takes_any: bool) -> Window | None:

@@ -61,7 +61,7 @@ class Runner:
         self.state = state
         self.cache = cache
         self.block_size = block_size
-        self.windows = [Window(), *Window.useful(block_size)]
+        self.windows = [Window(), *Window.useful(block_size, state.candidates.tokens.shape[1])]
         """All shapes that steps ordinarily have"""
         if len(state.text):
             self.windows += [replace(each, drafts=state.drafts.shape[1]) for each in self.windows[1:]]

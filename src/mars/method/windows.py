@@ -35,6 +35,7 @@ from mars.method.visibility import PADDING, Visibility, visibility_table
 NARROW = 4  # tokens per forward of windows that pay where wider ones do not
 NO_GROUP = -1  # stands for the start of a mask group that does not exist, and for the place of such a candidate
 ALTERNATIVES = 3  # most candidates for one place
+SOME_CANDIDATES = 3  # of a window that has them: the next ones bring much less
 
 
 def parse_window(text: str, block_size: int) -> Window:
@@ -106,11 +107,16 @@ class Window:
         return f"{name}+{self.candidates}" if self.candidates else name
 
     @classmethod
-    def useful(cls, block_size: int) -> list[Window]:
-        """Windows that are worth a choice: of the model's block size and of narrower ones, the narrowest as chains."""
+    def useful(cls, block_size: int, candidates: int = 0) -> list[Window]:
+        """Windows that are worth a choice: of the model's block size and of narrower ones, the narrowest as chains.
+
+        Also full trees with some and with all ``candidates`` that there is room for.
+        """
         blocks = sorted({*range(2, min(block_size, NARROW) + 1), block_size})
         trees = {block: {2, block} if block in (NARROW, block_size) else set() for block in blocks}
-        return [cls.of(groups, block) for block in blocks for groups in sorted({1, *trees[block]}) if block > 1]
+        plain = [cls.of(groups, block) for block in blocks for groups in sorted({1, *trees[block]}) if block > 1]
+        more = sorted({min(candidates, SOME_CANDIDATES), candidates} - {0}) if plain else []
+        return plain + [cls.of(block_size, block_size, each) for each in more]
 
     def __or__(self, other: Window) -> Window:
         """The smallest window that holds both."""
