@@ -62,17 +62,21 @@ def load(
     memory: int | float | None = None,
     batch_invariant: bool = False,
     lookup: bool | None = None,
+    candidates: int = 0,
+    ragged: bool = False,
 ) -> Model:
     """Load a hub id, a local folder, a local GGUF file, an adapter folder, or the built-in ``smollm2-135m``.
 
     ``max_num_seqs`` requests are decoded together; ``memory`` is what their keys and values may take: bytes, or on a
     GPU a share of what is free. ``batch_invariant``: on a GPU, run kernels whose bits do not depend on the other
     requests; the compiled step on a CPU always does. ``lookup``: draft from the text itself, too; by default with the
-    compiled step alone.
+    compiled step alone. ``candidates``: other guesses than the drafts that a window may have. ``ragged``: let the
+    requests of a step have windows of different lengths, which the compiled step always does.
     """
     require_integer("max_num_seqs", max_num_seqs, 1)
     checkpoint = load_checkpoint(name, adapter=adapter, device=device, dtype=dtype)
     options: dict[str, Any] = {"batch_invariant": batch_invariant, "lookup": lookup}
+    options |= {"candidates": candidates, "ragged": ragged}
     return Model(checkpoint, max_num_seqs=max_num_seqs, memory=memory, **options)
 
 
@@ -90,8 +94,11 @@ class Model:
         memory: int | float | None = None,
         batch_invariant: bool = False,
         lookup: bool | None = None,
+        candidates: int = 0,
+        ragged: bool = False,
     ) -> None:
         require_integer("max_num_seqs", max_num_seqs, 1)
+        require_integer("candidates", candidates, 0)
         cache_bytes(memory, checkpoint.device)  # raises if it makes no sense
         self.checkpoint = checkpoint
         self._options: dict[str, Any] = {
@@ -99,7 +106,9 @@ class Model:
             "memory": memory,
             "batch_invariant": batch_invariant,
             "lookup": lookup,
+            "ragged": ragged,
         }
+        self._candidates = candidates
         self._making = threading.Lock()
         self._shared: SharedEngine | None = None
 
@@ -121,6 +130,7 @@ class Model:
                     return shared
             shared = self._shared = None  # unless a call still needs it, its cache goes before a new one comes
             block_size = max(block_size, self.checkpoint.block_size)
+            candidates = max(candidates, self._candidates)
             engine = Engine(self.checkpoint, block_size=block_size, candidates=candidates, **self._options)
             self._shared = SharedEngine(engine)
             return self._shared
@@ -211,7 +221,8 @@ class Model:
         """Put a prompt and options into a request. None stands for an option's default.
 
         ``dial``: see `mars.method.acceptance`; by default the checkpoint's own. ``max_new_tokens``: 256 by default.
-        ``window``: ``chain``, ``tree`` or ``tree=N``; by default the fastest for the load. ``lookup``: most drafts of
+        ``window``: ``chain``, ``tree`` or ``tree=N``, also with candidates, as in ``tree+3``; by default the fastest
+        for the load. ``lookup``: most drafts of
         `exact` where some come from the text itself; by default the engine decides, or, where ``window`` is given, none
         come from there. ``block_size``: tokens one forward predicts, by default what the model was trained with.
         ``min_new_tokens``: no end before so many; ``ignore_end``: no end at all. Further options are those of

@@ -44,7 +44,9 @@ def request_options(
     dial: DialOption = None,
     window: Annotated[
         str | None,
-        Option(help="chain, tree, or tree=N with N mask groups; default: the fastest here and now."),
+        Option(
+            help="chain, tree, or tree=N with N mask groups; +N for N candidates; default: the fastest here and now."
+        ),
     ] = None,
     lookup: Annotated[
         int | None, Option(help="Most drafts of exact, the text's own among them; 0: from masks alone.")

@@ -99,8 +99,7 @@ class Engine:
         """
         on_gpu = checkpoint.device.type == "cuda"
         prefill_tokens = (2048 if on_gpu else 512) if prefill_tokens is None else prefill_tokens
-        require_integer("max_num_seqs", max_num_seqs, 1)
-        require_integer("prefill_tokens", prefill_tokens, 1)
+        _check_limits(max_num_seqs=max_num_seqs, prefill_tokens=prefill_tokens)
         invariant = invariant_model(checkpoint) if batch_invariant and on_gpu else None  # before memory is measured
         model = Compiled(checkpoint.module, checkpoint.adapter) if on_gpu and invariant is None else None
         available = cache_bytes(memory, checkpoint.device)
@@ -117,16 +116,12 @@ class Engine:
         self.dial = default_dial(checkpoint)  # of requests that have none of their own; see `set_dial`
         self._looks_up = cpu is not None and not async_steps and self.block_size > 1 and lookup is not False
         """Windows differ, and the host knows the text before the next step: it looks drafts up, not the device"""
-        keeps_text, ragged = (bool(each) and cpu is None and self.block_size > 1 for each in (lookup, ragged))
+        keeps_text = bool(lookup) and cpu is None and self.block_size > 1
+        ragged = ragged and self.block_size > 1 and (cpu is None or bool(async_steps))  # otherwise it is the policy's
         most_drafts = max(self.block_size - 1, MOST_DRAFTS * self._looks_up, WIDE_DRAFTS * keeps_text)
         widest = Window(most_drafts) | Window.of(self.block_size, self.block_size, candidates)
         self.candidates, margin = widest.candidates, widest.width
-        least = 1 + -(-(margin + 2) // page_size)  # for a prompt of one token and an answer of one
-        if num_pages < least:
-            raise MarsError(
-                f"{available} bytes of memory are too few for {checkpoint.name}: give at least {least * page_bytes}, "
-                f"and {page_bytes} for every {page_size} tokens"
-            )
+        _check_memory(checkpoint.name, available, page_bytes, page_size, margin)
         self._async_steps = int(on_gpu) if async_steps is None else async_steps
         text = checkpoint.context or num_pages * page_size
         table = min(num_pages, -(-(text + margin + self._async_steps * (1 + most_drafts)) // page_size))
@@ -143,6 +138,7 @@ class Engine:
             parts = (checkpoint, self._state, cache, self.block_size, invariant)
             self._runner = GraphRunner(*parts, model) if on_gpu else Runner(*parts)
         self._costs = StepCosts(self._runner, turns=1 if on_gpu else 3)
+        self._counts_host = cost is None and self._async_steps > 0  # no step takes less than the host needs for one
         self._observes_costs = cost is None and not on_gpu  # a GPU's are those of its captured graphs
         self.policy = self._new_policy(cost)
         self.scheduler = Scheduler(
@@ -303,7 +299,7 @@ class Engine:
             self._set_drafts(sequences, windows)
             inputs = inputs.feeding(windows)
         else:
-            chosen = self.policy.choose(sequences, host_seconds if self._async_steps else 0.0)
+            chosen = self.policy.choose(sequences, host_seconds if self._counts_host else 0.0)
             window = self._runner.fitting(len(sequences), chosen)
             windows = [window] * len(sequences)
         ahead = len(self._in_flight) * (1 + self._state.drafts.shape[1])
@@ -466,6 +462,20 @@ class Engine:
     def check(self) -> None:
         """Raise if a page of the cache or a slot is lost."""
         self.scheduler.check()
+
+
+def _check_memory(name: str, available: int, page_bytes: int, page_size: int, margin: int) -> None:
+    least = 1 + -(-(margin + 2) // page_size)  # pages for a prompt of one token and an answer of one
+    if available // page_bytes < least:
+        raise MarsError(
+            f"{available} bytes of memory are too few for {name}: give at least {least * page_bytes}, "
+            f"and {page_bytes} for every {page_size} tokens"
+        )
+
+
+def _check_limits(**limits: int) -> None:
+    for name, limit in limits.items():
+        require_integer(name, limit, 1)
 
 
 def invariant_model(checkpoint: Checkpoint) -> "InvariantModel | None":

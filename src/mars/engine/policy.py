@@ -69,7 +69,7 @@ class CandidateHits:
 
     def observe(self, fed: int, hit: int | None) -> None:
         """A draft was rejected in a window with ``fed`` candidates; ``hit``: which of them was right."""
-        for number in range(fed):
+        for number in range(min(fed, len(self._seen))):
             self._seen[number] = self._seen[number] * DECAY + 1
             self._hits[number] = self._hits[number] * DECAY + (number == hit)
 

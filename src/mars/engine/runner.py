@@ -133,14 +133,11 @@ class Runner:
 
     def _prepare(self, inputs: StepInputs, window: Window) -> Fed:
         """What the sequences feed."""
-        state, mask_token = self.state, self.checkpoint.mask_token_id or 0
-        cursors = state.cursor[inputs.slots]
-        allotment = state.allot(window, inputs) if len(inputs) >= FEWEST else None
+        windows, further = self._windows(inputs, window)
+        cursors = self.state.cursor[inputs.slots]
         if window.budget:
-            windows = state.windows(window, inputs, mask_token, allotment)
             packing = Packing.ragged(window, windows.fed(), window.budget)
         else:
-            windows = state.windows(window, inputs, mask_token)
             packing = Packing.whole(len(inputs), window, cursors.device)
         return Fed(
             windows=replace(windows, rows=packing.rows),
@@ -150,8 +147,15 @@ class Runner:
             cursors=cursors,
             lengths=torch.full_like(cursors, window.width),
             packing=packing,
-            further=None if allotment is None else allotment.further,
+            further=further,
         )
+
+    def _windows(self, inputs: StepInputs, window: Window) -> tuple[WindowBatch, Tensor | None]:
+        """The sequences' windows and, where ragged ones come into question, `mars.engine.budget.Allotment.further`."""
+        allotment = self.state.allot(window, inputs) if len(inputs) >= FEWEST else None
+        mask_token = self.checkpoint.mask_token_id or 0
+        windows = self.state.windows(window, inputs, mask_token, allotment if window.budget else None)
+        return windows, None if allotment is None else allotment.further
 
     def _decide(
         self, inputs: StepInputs, windows: WindowBatch, logits: Tensor, further: Tensor | None = None

@@ -34,13 +34,14 @@ class CpuRunner(Runner):
         self._model.forward(tokens, visibility, slots, cursors, self.state.page_table, wants_logits=False)
 
     def step(self, inputs: StepInputs, window: Window, longest: int) -> StepOutputs:
-        if inputs.features == Features() and inputs.dial_features == DialFeatures() and not window.candidates:
+        is_plain = not window.candidates and self.state.values is None
+        if is_plain and inputs.features == Features() and inputs.dial_features == DialFeatures():
             return self._model.decode(inputs, window, self.state)
         return super().step(inputs, window, longest)
 
     def _run_step(self, inputs: StepInputs, window: Window, _longest: int | None = None) -> StepOutputs:
-        windows = self.state.windows(window, inputs, self.checkpoint.mask_token_id or 0)
+        windows, further = self._windows(inputs, window)
         cursors, slots = self.state.cursor[inputs.slots], inputs.slots.contiguous()
         tokens = windows.tokens.masked_fill(~windows.fed(), PADDING_TOKEN)
         logits = self._model.forward(tokens, windows.visibility, slots, cursors, self.state.page_table)
-        return self._decide(inputs, windows, logits)
+        return self._decide(inputs, windows, logits, further)
