@@ -1,6 +1,6 @@
-"""Compile the batch-invariant kernels for GPUs that are not here: run by a test.
+"""Compile kernels for GPUs that are not here: run by a test.
 
-They have to fit. What one layer runs for other numbers of tokens has to use one kind of tensor core instruction, and to
+They have to fit. Of the batch-invariant ones, what one layer runs for other numbers of tokens has to use one kind of tensor core instruction, and to
 divide what it sums among threads in one way, since another may sum in another order.
 """
 
@@ -13,13 +13,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mars.engine.kernels import invariant_attention, layers, products
+from mars.engine.kernels import attention, invariant_attention, layers, products
 
 SHARED = {80: 163, 89: 99, 90: 227}  # KiB that a program may have, by compute capability
 LONG = {"tokens", "items", "rows", "num_text", "table", "slots", "cursors", "reach", "positions", "lengths"}
 FLOATS = {"part_mixed", "part_most", "part_total"}
 NUMBERS = {"scale": "fp32", "epsilon": "fp32", "mask_token": "i64"}
-COUNTS = {"num_tokens", "rank", "splits", "most_parts", "last_position"}
+COUNTS = {"query_head", "query_token", "key_head", "key_token", "value_head", "value_token", "new_head", "new_token"}
+COUNTS |= {"num_tokens", "rank", "splits", "most_parts", "last_position"}
 EVEN = {"inputs", "outputs", "set_size", "part_size", "stride", "table_slot"}  # multiples of 16
 ROW = {"SIZE": 576, "SIZE_UP": 1024}
 ROTARY = {"WIDTH": 7, "HEADS": 28, "SHARED": 4, "ALL_UP": 64, "SIZE": 128, "HALF_UP": 64, "PAGE": 16}
@@ -58,7 +59,24 @@ def compile_for(
     layouts = dict(re.findall(r"^(#\w+) = (#.*)$", text, re.MULTILINE))
     sums = re.findall(r"tt\.reduce.*?\}\) : \(tensor<\S*?, (.*?)>\) ->", text, re.DOTALL)
     found = re.findall(r"w?g?mma\.\S*sync\.\S*(m\d+)n\d+(k\d+)(\S+)", compiled.asm["ptx"])
-    return frozenset(map("".join, found)) | {re.sub(r"#\w+", lambda name: layouts[name[0]], each) for each in sums}
+    named = {re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), each) for each in sums}
+    return frozenset(map("".join, found)) | named
+
+
+def compile_attention(capability: int) -> None:
+    """The kernels of steps that are not batch-invariant."""
+    heads = {name: ATTENTION[name] for name in ("HEADS", "SIZE", "SIZE_UP")}
+    for verified, masks, groups in [(1, 0, 0), (4, 3, 1), (6, 5, 6)]:
+        width = verified + masks * groups
+        window = {"WIDTH": width, "FOLDS": ATTENTION["FOLDS"], "VERIFIED": verified, "MASKS": masks, **heads}
+        window |= {"QUERIES": 64, "KEYS": attention.BLOCK_N, "COLUMNS": 16, "PAGE": 16, "PRECISE": False}
+        for alone, stores in product([False, True], [False, True]):
+            options = {"ALONE": alone, "STORES": stores, "SLIDING": 0, "CAP": 0.0, "SINKS": False}
+            compile_for(capability, attention._attend, window | options, {})
+        combined = {name: window[name] for name in ("WIDTH", "FOLDS", "HEADS", "SIZE", "SIZE_UP")}
+        compile_for(capability, attention._combine, combined | {"SPLITS": 4, "QUERIES": 8}, {})
+    stored = {"WIDTH": 64, "PAGE": 16, "COLUMNS": 64, **heads}
+    compile_for(capability, attention._store, stored, {})
 
 
 def main() -> None:
@@ -79,6 +97,7 @@ def main() -> None:
             window = {"WIDTH": verified + masks * groups, "VERIFIED": verified, "MASKS": masks, "ALONE": alone}
             kinds.add(compile_for(capability, invariant_attention._attend, ATTENTION | KEYS | window, options))
         assert len(kinds) == 1 and all(kinds), kinds
+        compile_attention(capability)
         options["num_stages"] = 3
         compile_for(capability, invariant_attention._combine, ATTENTION | {"WIDTH": 16}, options)
         for kernel, constants in (
