@@ -1,7 +1,7 @@
 """Compile kernels for GPUs that are not here: run by a test.
 
-They have to fit. Of the batch-invariant ones, what one layer runs for other numbers of tokens has to use one kind of tensor core instruction, and to
-divide what it sums among threads in one way, since another may sum in another order.
+They have to fit. Of the batch-invariant ones, what one layer runs for other numbers of tokens has to use one kind of
+tensor core instruction, and to divide what it sums among threads in one way, since another may sum in another order.
 """
 
 import re

@@ -15,6 +15,7 @@ from mars.core.request import Request
 from mars.core.sequence import Sequence
 from mars.engine import Engine, budget, run, runner
 from mars.engine.budget import BINS, PRICES, PROMISE, BudgetPolicy, DraftValues, budgets, ragged_windows
+from mars.engine.cuda_graphs import padded_size
 from mars.engine.packing import ABSENT, Packing
 from mars.method.acceptance import Dial
 from mars.method.windows import Window
@@ -181,6 +182,20 @@ def test_number_of_tokens_go_by_sequences() -> None:
     assert budgets(budget.FEWEST - 1) == [] and ragged_windows(64, 1) == []
     assert budgets(64) == sorted(budgets(64)) and budgets(64)[0] > 64
     assert [each.tokens(64) for each in ragged_windows(64, 4)] == budgets(64)
+
+
+def test_a_ragged_window_is_one_that_was_captured() -> None:
+    """Graphs go by padded sizes."""
+
+    def cost(count: int, window: Window) -> float:
+        return 20 + window.tokens(padded_size(count))
+
+    policy = BudgetPolicy(4, 2, cost, DraftValues(64, 3, CPU), padded_size)
+    sequence = Sequence.of(Request([1], Dial("exact"), block_size=4), gated_checkpoint("qwen2"))
+    for count in (13, 33, 50):
+        window = policy.choose([sequence] * count)
+        assert window in ragged_windows(padded_size(count), 4) and window.budget > padded_size(count)
+    assert not policy.choose([sequence] * 12).budget
 
 
 def test_ragged_and_lookup_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from what steps fed and brought at each price, and the device does the rest.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -32,19 +33,9 @@ from mars.method.acceptance import Decision
 from mars.method.windows import Window
 
 PRICES = (0.02, 0.05, 0.08, 0.11, 0.14, 0.17, 0.2, 0.23, 0.26, 0.3)  # of a token, in tokens that its time would bring
-USUAL = (
-    (5.3, 0.89),
-    (4.5, 0.89),
-    (3.6, 0.84),
-    (2.9, 0.8),
-    (2.5, 0.74),
-    (2, 0.65),
-    (1.3, 0.5),
-    (1, 0.4),
-    (0.7, 0.3),
-    (0.4, 0.18),
-)
-"""At each price, tokens that a sequence feeds and drafts accepted in a step: what they are until some steps had it"""
+USUAL_FURTHER = (5.3, 4.5, 3.6, 2.9, 2.5, 2.0, 1.3, 1.0, 0.7, 0.4)
+USUAL_ACCEPTED = (0.89, 0.89, 0.84, 0.8, 0.74, 0.65, 0.5, 0.4, 0.3, 0.18)
+"""At each price, what a sequence feeds besides its last token, and drafts accepted, until some steps had this price"""
 FEWEST = 16  # sequences: for fewer, windows that are alike cost little
 SHARES = (1.25, 1.5, 1.8, 2.2, 2.7, 3.4, 4.4)  # tokens of a step, by sequence
 ROUND = 8  # tokens of a step are a multiple of it
@@ -171,12 +162,21 @@ class BudgetPolicy(WindowPolicy):
     """
 
     def __init__(
-        self, block_size: int, default_groups: int, cost: Cost, values: DraftValues, candidates: int = 0
+        self,
+        block_size: int,
+        default_groups: int,
+        cost: Cost,
+        values: DraftValues,
+        padded: Callable[[int], int],
+        candidates: int = 0,
     ) -> None:
+        """``padded``: sequences of a step, padding included, by number of real ones."""
         super().__init__(block_size, default_groups, cost, candidates=candidates)
+        self._block_size = block_size
+        self._padded = padded
         self._values = values
         self._calibration = Calibration()
-        self._known = [Experience(*each) for each in USUAL]
+        self._known = [Experience(*each) for each in zip(USUAL_FURTHER, USUAL_ACCEPTED, strict=True)]
         self._level = 0  # the price of the last ragged window, as the device has it
         self._steps = 0  # ragged ones at this price without another in between
         self._trial = 0  # steps left of a trial
@@ -184,11 +184,11 @@ class BudgetPolicy(WindowPolicy):
 
     def choose(self, sequences: SequenceOf[Sequence], host_seconds: float = 0.0) -> Window:
         alike = super().choose(sequences, host_seconds)
-        count = len(sequences)
-        if count < FEWEST or any(self._needed(each, takes_any_window(each)) for each in sequences):
+        count, padded = len(sequences), self._padded(len(sequences))
+        if padded < FEWEST or any(self._needed(each, takes_any_window(each)) for each in sequences):
             return alike
         self._tell()
-        ragged = ragged_windows(count, max(each.request.block_size for each in sequences))
+        ragged = ragged_windows(padded, self._block_size)
 
         def speed(window: Window, tokens: float) -> float:
             return tokens / max(self._cost(count, window), host_seconds)
@@ -196,7 +196,7 @@ class BudgetPolicy(WindowPolicy):
         def at(level: int) -> tuple[float, Window]:
             """Tokens per second at a price, and the window with room for what it feeds."""
             known = self._known[level]
-            needed = count * (1 + known.further)
+            needed = padded + count * known.further
             window = next((each for each in ragged if each.budget >= needed), None)
             return (0.0, alike) if window is None else (speed(window, count * (1 + known.accepted)), window)
 

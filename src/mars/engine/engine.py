@@ -164,8 +164,8 @@ class Engine:
         on_gpu = self.checkpoint.device.type == "cuda"
         default_groups = 2 if on_gpu else 1  # on a GPU, width costs little
         if self._state.values is not None:
-            values = self._state.values
-            return BudgetPolicy(self.block_size, default_groups, cost or self._costs, values, self.candidates)
+            given = (self.block_size, default_groups, cost or self._costs, self._state.values)
+            return BudgetPolicy(*given, self._runner.padded_size, self.candidates)
         return WindowPolicy(
             *(self.block_size, default_groups, cost or self._costs),
             explores=self._observes_costs,
