@@ -188,7 +188,7 @@ def test_a_ragged_window_is_one_that_was_captured() -> None:
     """Graphs go by padded sizes."""
 
     def cost(count: int, window: Window) -> float:
-        return 20 + window.tokens(padded_size(count))
+        return 4 * padded_size(count) + window.tokens(padded_size(count))
 
     policy = BudgetPolicy(4, 2, cost, DraftValues(64, 3, CPU), padded_size)
     sequence = Sequence.of(Request([1], Dial("exact"), block_size=4), gated_checkpoint("qwen2"))
