@@ -1,16 +1,15 @@
 """Windows of different lengths in one step: what each sequence feeds, within a number of tokens for all of them.
 
 A draft is worth the chance that it is accepted, which the probability that its mask gave it tells; masks are worth the
-drafts that they promise. Whatever is worth more than the step's price of a token is fed. On a GPU the host is a step
-behind, so it knows neither the drafts nor their probabilities in time: it chooses the price and the number of tokens
-from what steps fed and brought at each price, and the device does the rest.
+drafts that they promise. What is worth most is fed. On a GPU the host is a step behind, so it knows neither the drafts
+nor their probabilities in time: it chooses the number of tokens, from what steps of such a number brought, and the
+device finds the price of a token at which that many are worth feeding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -32,18 +31,16 @@ from mars.engine.step import PADDING_SLOT
 from mars.method.acceptance import Decision
 from mars.method.windows import Window
 
-PRICES = (0.02, 0.05, 0.08, 0.11, 0.14, 0.17, 0.2, 0.23, 0.26, 0.3)  # of a token, in tokens that its time would bring
-USUAL_FURTHER = (5.3, 4.5, 3.6, 2.9, 2.5, 2.0, 1.3, 1.0, 0.7, 0.4)
-USUAL_ACCEPTED = (0.89, 0.89, 0.84, 0.8, 0.74, 0.65, 0.5, 0.4, 0.3, 0.18)
-"""At each price, what a sequence feeds besides its last token, and drafts accepted, until some steps had this price"""
+PRICES = (*(0.02 * 1.25**each for each in range(17)), 1.0)  # of a token, in tokens; nothing is worth the last one
 FEWEST = 16  # sequences: for fewer, windows that are alike cost little
 SHARES = (1.25, 1.5, 1.8, 2.2, 2.7, 3.4, 4.4)  # tokens of a step, by sequence
+USUAL = (0.1, 0.21, 0.33, 0.46, 0.58, 0.72, 0.82)  # drafts accepted in such a step, until some steps had it
 ROUND = 8  # tokens of a step are a multiple of it
 UNKNOWN = 0.7  # the probability of a draft of which nothing is known
 FORGETTING = 0.02  # weight of hope in a step without masks: text changes, and they are tried again some day
-SETTLES = 3  # steps at a new price after which the drafts at hand were predicted at that price
-CURRENT = 0.1  # weight of the newest step in what steps at its price feed and bring
-TRIAL = 8  # steps at a price next to the best one, to see what it brings now
+SETTLES = 3  # steps of another size after which the drafts at hand were predicted in such steps
+CURRENT = 0.1  # weight of the newest step in what steps of its size bring
+TRIAL = 8  # steps of a size next to the best one, to see what it brings now
 TRIAL_EVERY = 256  # steps after which that is seen anew
 WORTH_TRYING = 0.9  # of the best one's speed must be expected of it
 MARGIN = 1.03  # ragged windows must promise so much more than others: what they bring is not known better
@@ -70,7 +67,6 @@ class Allotment(NamedTuple):
     drafts: Tensor  # (sequences,)
     groups: Tensor  # (sequences,)
     masks: Tensor  # (sequences,): in each group
-    further: Tensor  # (prices,): further tokens that all sequences together would feed at each price
 
 
 class DraftValues:
@@ -84,7 +80,6 @@ class DraftValues:
         """For each offset of the next drafts, the chance that it and all before it are accepted"""
         self.calibration = (torch.arange(BINS, device=device) + 0.5) / BINS
         """How often drafts are accepted, by probability"""
-        self.level = torch.zeros(1, dtype=torch.long, device=device)  # the step's price
         self._prices = torch.tensor(PRICES, device=device)[:, None]
 
     def begin(self, slots: Tensor) -> None:
@@ -113,17 +108,13 @@ class DraftValues:
         early = (drafts > 0) & ((1 - survival[:, :1]) * worth[:, :, :1] > price)[:, :, 0]
         groups = 1 + early.long()
 
-        chosen = (each.index_select(0, self.level)[0] for each in (drafts, groups, masks))
-        return Allotment(*self._within(budget, *chosen), (drafts + groups * masks).sum(1))
-
-    @staticmethod
-    def _within(budget: int, drafts: Tensor, groups: Tensor, masks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """No more tokens than there is room for: first come the drafts, then masks."""
-        room = budget - len(drafts)
-        before = drafts.cumsum(0) - drafts
-        drafts = torch.minimum(drafts, (room - before).clamp(min=0))
-        fits = (groups * masks).cumsum(0) <= room - drafts.sum()
-        return drafts, groups, torch.where(fits, masks, 0)
+        tokens, room = drafts + groups * masks, budget - len(slots)
+        level = (tokens.sum(1) <= room).int().argmax().view(1)  # the lowest price at which all is fed that is worth it
+        here, lower = (tokens.index_select(0, each)[0] for each in (level, (level - 1).clamp(min=0)))
+        more = (lower - here).clamp(min=0)
+        fits = more.cumsum(0) <= room - here.sum()  # some sequences feed what is worth the next lower price
+        levels = torch.where(fits, (level - 1).clamp(min=0), level)[None]
+        return Allotment(*(each.gather(0, levels)[0] for each in (drafts, groups, masks)))
 
     def advance(self, slots: Tensor, decision: Decision) -> None:
         """Take note of new drafts."""
@@ -141,24 +132,11 @@ class DraftValues:
         self.hope[slots] = hope
 
 
-@dataclass(slots=True)
-class Experience:
-    """What steps at a price feed and bring, by sequence."""
-
-    further: float  # tokens besides the last ones
-    accepted: float
-    until_trial: int = 0  # steps until it is tried again, if it is next to the best one
-
-    def observe(self, further: float, accepted: float) -> None:
-        self.further += CURRENT * (further - self.further)
-        self.accepted += CURRENT * (accepted - self.accepted)
-
-
 class BudgetPolicy(WindowPolicy):
-    """Chooses between windows that are alike and ragged ones, and for these the price of a token.
+    """Chooses between windows that are alike and ragged ones, and for these the number of tokens.
 
-    What a price brings shows only after some steps at it, since the masks of one step are the drafts of the next. So
-    the best price is looked for among those known, and its neighbours are tried now and then.
+    What a number of tokens brings shows only after some steps of it, since the masks of one step are the drafts of the
+    next. So the best number is looked for among those known, and its neighbours are tried now and then.
     """
 
     def __init__(
@@ -176,9 +154,10 @@ class BudgetPolicy(WindowPolicy):
         self._padded = padded
         self._values = values
         self._calibration = Calibration()
-        self._known = [Experience(*each) for each in zip(USUAL_FURTHER, USUAL_ACCEPTED, strict=True)]
-        self._level = 0  # the price of the last ragged window, as the device has it
-        self._steps = 0  # ragged ones at this price without another in between
+        self._accepted = list(USUAL)  # drafts of a sequence in a step, by share
+        self._untried = [0] * len(SHARES)  # steps until a share is tried again, if it is next to the best one
+        self._share = 0  # number of the last ragged step's share
+        self._steps = 0  # ragged ones of this share without another in between
         self._trial = 0  # steps left of a trial
         self._until_told = TELL_EVERY
 
@@ -188,48 +167,41 @@ class BudgetPolicy(WindowPolicy):
         if padded < FEWEST or any(self._needed(each, takes_any_window(each)) for each in sequences):
             return alike
         self._tell()
-        ragged = ragged_windows(padded, self._block_size)
 
         def speed(window: Window, tokens: float) -> float:
+            """Tokens per second and sequence."""
             return tokens / max(self._cost(count, window), host_seconds)
 
-        def at(level: int) -> tuple[float, Window]:
-            """Tokens per second at a price, and the window with room for what it feeds."""
-            known = self._known[level]
-            needed = padded + count * known.further
-            window = next((each for each in ragged if each.budget >= needed), None)
-            return (0.0, alike) if window is None else (speed(window, count * (1 + known.accepted)), window)
-
-        level, fastest = self._next_level([at(each)[0] for each in range(len(PRICES))])
+        ragged = ragged_windows(padded, self._block_size)
+        speeds = [speed(window, 1 + each) for window, each in zip(ragged, self._accepted, strict=True)]
         hit = self.candidate_hits.rates()[alike.candidates]
-        if fastest <= MARGIN * speed(alike, count * tokens_per_forward(alike, self.acceptance.rates(), hit)):
+        if max(speeds) <= MARGIN * speed(alike, tokens_per_forward(alike, self.acceptance.rates(), hit)):
             self._steps = 0
             return alike
-        self._steps = self._steps + 1 if level == self._level else 0
-        if not self._steps:
-            self._level = level
-            self._values.level.fill_(level)
-        return at(level)[1]
+        share = self._next_share(speeds)
+        self._steps = self._steps + 1 if share == self._share else 0
+        self._share = share
+        return ragged[share]
 
-    def _next_level(self, speeds: SequenceOf[float]) -> tuple[int, float]:
-        """The price of the next ragged window, and what the best one brings."""
-        best = max(range(len(speeds)), key=speeds.__getitem__)
+    def _next_share(self, speeds: SequenceOf[float]) -> int:
+        """The best one, or a neighbour that has not been tried for long."""
         if self._trial:
             self._trial -= 1
-            return self._level, speeds[best]
-        for level in (best - 1, best + 1):
-            if 0 <= level < len(speeds) and speeds[level] > WORTH_TRYING * speeds[best]:
-                known = self._known[level]
-                known.until_trial -= 1
-                if known.until_trial < 0:
-                    known.until_trial, self._trial = TRIAL_EVERY, TRIAL - 1
-                    return level, speeds[best]
-        return best, speeds[best]
+            return self._share
+        best = max(range(len(speeds)), key=speeds.__getitem__)
+        for share in (best - 1, best + 1):
+            if 0 <= share < len(speeds) and speeds[share] > WORTH_TRYING * speeds[best]:
+                self._untried[share] -= 1
+                if self._untried[share] < 0:
+                    self._untried[share], self._trial = TRIAL_EVERY, TRIAL - 1
+                    return share
+        return best
 
-    def observe_ragged(self, num_seqs: int, further: SequenceOf[int], accepted: int) -> None:
-        """What so many sequences would have fed at each price in a ragged step, and how many drafts were accepted."""
+    def observe_ragged(self, num_seqs: int, accepted: int) -> None:
+        """How many drafts were accepted in a ragged step of so many sequences."""
         if self._steps >= SETTLES:
-            self._known[self._level].observe(further[self._level] / num_seqs, accepted / num_seqs)
+            known = self._accepted[self._share]
+            self._accepted[self._share] += CURRENT * (accepted / num_seqs - known)
 
     def _tell(self) -> None:
         """Let the device know from time to time how often drafts are accepted."""

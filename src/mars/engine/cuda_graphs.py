@@ -83,23 +83,19 @@ class GraphRunner(Runner):
         self._stream = torch.cuda.Stream()  # for work that is about to be captured
         self._padding = StepInputs.padding(1, block_size, checkpoint.vocabulary)
 
-    def _decide(
-        self, inputs: StepInputs, windows: WindowBatch, logits: torch.Tensor, further: torch.Tensor | None = None
-    ) -> StepOutputs:
+    def _decide(self, inputs: StepInputs, windows: WindowBatch, logits: torch.Tensor) -> StepOutputs:
         torch._dynamo.mark_static(logits, 1)
-        outputs: StepOutputs = self._compiled_decide(inputs, windows, logits.contiguous(), further)
+        outputs: StepOutputs = self._compiled_decide(inputs, windows, logits.contiguous())
         return outputs
 
-    def _decide_by_kernel(
-        self, inputs: StepInputs, windows: WindowBatch, logits: torch.Tensor, further: torch.Tensor | None
-    ) -> StepOutputs:
+    def _decide_by_kernel(self, inputs: StepInputs, windows: WindowBatch, logits: torch.Tensor) -> StepOutputs:
         """The same as `Runner._decide`, whatever the features of the inputs."""
         state, mask = self.state, self.checkpoint.banned_token
         choices = self._choices(
             *(logits, windows.drafts, inputs, state, self._ends, -1 if mask is None else mask),
             self.checkpoint.head,
             is_invariant=self._invariant is not None,
-            wants_shares=further is not None,
+            wants_shares=self._wants_shares(inputs),
         )
         emitted = state.drafts_emitted[inputs.slots]
         decision = decide_by(choices, windows, state.cursor[inputs.slots], emitted)
@@ -107,7 +103,7 @@ class GraphRunner(Runner):
         known = choices.logprobs(windows.verified_rows(), written)
         decision = state.look_up(inputs, windows.drafts, decision)
         state.advance(inputs, windows.drafts, decision)
-        return StepOutputs.of(decision, known, windows.draft_count, further)
+        return StepOutputs.of(decision, known, windows.draft_count)
 
     @torch.inference_mode()
     def step(self, inputs: StepInputs, window: Window, longest: int) -> StepOutputs:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mars.core.grammar import BITS, unpack
 from mars.core.sequence import Sequence
-from mars.engine.budget import Allotment, DraftValues
+from mars.engine.budget import DraftValues
 from mars.engine.step import BIASED, LOOKUP, PADDING_SLOT, StepInputs
 from mars.errors import MarsError
 from mars.method.acceptance import Decision, kept_tokens, written_tokens
@@ -153,14 +153,12 @@ class DeviceState:
 
     # --- for a step
 
-    def windows(
-        self, window: Window, inputs: StepInputs, mask_token: int, allotment: Allotment | None = None
-    ) -> WindowBatch:
-        """``allotment``: of ragged windows."""
+    def windows(self, window: Window, inputs: StepInputs, mask_token: int) -> WindowBatch:
         slots = inputs.slots
         count, groups, masks = self.draft_count[slots], inputs.groups, inputs.masks
-        if allotment is not None:
-            count, groups, masks = torch.minimum(count, allotment.drafts), allotment.groups, allotment.masks
+        if window.budget and self.values is not None:
+            fed = self.values.allot(window.budget, slots, count, masks)
+            count, groups, masks = fed.drafts, fed.groups, fed.masks
         return build_windows(
             window,
             mask_token,
@@ -172,12 +170,6 @@ class DeviceState:
             masks=masks,
             candidates=self._candidates(window, inputs),
         )
-
-    def allot(self, window: Window, inputs: StepInputs) -> Allotment | None:
-        """What each sequence feeds of a ragged window, or would feed; None where windows are always alike."""
-        if self.values is None:
-            return None
-        return self.values.allot(window.budget, inputs.slots, self.draft_count[inputs.slots], inputs.masks)
 
     def _candidates(self, window: Window, inputs: StepInputs) -> Candidates | None:
         if not window.candidates:

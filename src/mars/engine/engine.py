@@ -346,9 +346,8 @@ class Engine:
         verified = None
         results = step.outputs.results([each.request.logprobs is not None for each, _, _ in step.batch])
         probabilities = step.outputs.draft_probabilities()
-        if step.outputs.further is not None and step.windows[0].budget and isinstance(self.policy, BudgetPolicy):
-            accepted = sum(each.accepted for each in results)
-            self.policy.observe_ragged(len(results), step.outputs.further.tolist(), accepted)
+        if step.windows[0].budget and isinstance(self.policy, BudgetPolicy):
+            self.policy.observe_ragged(len(results), sum(each.accepted for each in results))
         if step.seconds is not None:
             self._observe(step.windows, len(results) + sum(each.accepted for each in results), step.seconds)
         moves = zip(step.batch, step.windows, results, probabilities, strict=True)

@@ -39,7 +39,6 @@ class Fed(NamedTuple):
     cursors: Tensor
     lengths: Tensor
     packing: Packing
-    further: Tensor | None = None  # see `mars.engine.budget.Allotment`
 
 
 class Runner:
@@ -129,11 +128,11 @@ class Runner:
         fed = self._prepare(inputs, window)
         where = (fed.slots, fed.cursors, fed.windows.visibility, fed.lengths, fed.packing, longest)
         logits = self._forward(fed.tokens, fed.positions, self._attention(window, *where))
-        return self._decide(inputs, fed.windows, logits, fed.further)
+        return self._decide(inputs, fed.windows, logits)
 
     def _prepare(self, inputs: StepInputs, window: Window) -> Fed:
         """What the sequences feed."""
-        windows, further = self._windows(inputs, window)
+        windows = self.state.windows(window, inputs, self.checkpoint.mask_token_id or 0)
         cursors = self.state.cursor[inputs.slots]
         if window.budget:
             packing = Packing.ragged(window, windows.fed(), window.budget)
@@ -147,19 +146,13 @@ class Runner:
             cursors=cursors,
             lengths=torch.full_like(cursors, window.width),
             packing=packing,
-            further=further,
         )
 
-    def _windows(self, inputs: StepInputs, window: Window) -> tuple[WindowBatch, Tensor | None]:
-        """The sequences' windows and, where ragged ones come into question, `mars.engine.budget.Allotment.further`."""
-        allotment = self.state.allot(window, inputs) if len(inputs) >= FEWEST else None
-        mask_token = self.checkpoint.mask_token_id or 0
-        windows = self.state.windows(window, inputs, mask_token, allotment if window.budget else None)
-        return windows, None if allotment is None else allotment.further
+    def _wants_shares(self, inputs: StepInputs) -> bool:
+        """Has it to be found out how probable drafts are? The next step may be ragged."""
+        return self.state.values is not None and len(inputs) >= FEWEST
 
-    def _decide(
-        self, inputs: StepInputs, windows: WindowBatch, logits: Tensor, further: Tensor | None = None
-    ) -> StepOutputs:
+    def _decide(self, inputs: StepInputs, windows: WindowBatch, logits: Tensor) -> StepOutputs:
         """What the sequences emit, and the state after it."""
         state, slots, features = self.state, inputs.slots, inputs.features
         bias = self._bias + state.logit_bias(inputs) if features.biases else self._bias
@@ -171,13 +164,13 @@ class Runner:
             positions=state.cursor[slots],
             emitted=state.drafts_emitted[slots],
             head=self._head,
-            wants_shares=further is not None,
+            wants_shares=self._wants_shares(inputs),
             **state.options(inputs, windows.drafts.shape[1] + 1),
         )
         known = logprobs(windows, logits, decision, self._bias) if features.logprobs else None
         decision = state.look_up(inputs, windows.drafts, decision)
         state.advance(inputs, windows.drafts, decision)
-        return StepOutputs.of(decision, known, windows.draft_count, further)
+        return StepOutputs.of(decision, known, windows.draft_count)
 
     def _attention(
         self,

@@ -136,7 +136,6 @@ class StepOutputs:
     top_ids: Tensor | None = None  # (sequences, verified positions, top)
     probabilities: Tensor | None = None  # (sequences, masks): of the drafts, where they are known
     fed: Tensor | None = None  # (sequences,): how many drafts were verified, where windows may be ragged
-    further: Tensor | None = None  # see `mars.engine.budget.Allotment`
     arrived: torch.cuda.Event | None = None  # when the tensors are on the host, if they are on their way
 
     @classmethod
@@ -145,16 +144,18 @@ class StepOutputs:
         decision: Decision,
         logprobs: tuple[Tensor, Tensor] | None,
         fed: Tensor | None = None,
-        further: Tensor | None = None,
     ) -> StepOutputs:
-        """``logprobs``: what `mars.method.acceptance.logprobs` found, if some sequence wants them."""
+        """``logprobs``: what `mars.method.acceptance.logprobs` found, if some sequence wants them.
+
+        ``fed`` (sequences,): drafts that were verified.
+        """
         scalars = [decision.accepted, decision.trusted, decision.draft_count, decision.token]
         decisions = torch.cat([torch.stack(scalars, 1), decision.agrees, decision.drafts, *decision.candidates], 1)
         candidates = decision.candidates.tokens.shape[1]
         outputs = cls(decisions, decision.agrees.shape[1], candidates, *(logprobs or ()))
-        if further is None or decision.log_shares is None:
+        if decision.log_shares is None:
             return outputs
-        return replace(outputs, probabilities=decision.log_shares.exp(), fed=fed, further=further)
+        return replace(outputs, probabilities=decision.log_shares.exp(), fed=fed)
 
     def to_host(self, count: int, *, logprobs: bool) -> StepOutputs:
         """Start copying the first ``count`` rows to the host, `results` waits for them; ``logprobs``: these as well."""
@@ -163,11 +164,10 @@ class StepOutputs:
         wanted = (self.logprobs, self.top_ids) if logprobs else (None, None)
         known = (*wanted, self.probabilities, self.fed)
         values, ids, probabilities, fed = (None if each is None else _pinned_copy(each[:count]) for each in known)
-        further = None if self.further is None else _pinned_copy(self.further)
         decisions = _pinned_copy(self.decisions[:count])
         arrived = torch.cuda.Event()
         arrived.record()
-        parts = (values, ids, probabilities, fed, further)
+        parts = (values, ids, probabilities, fed)
         return StepOutputs(decisions, self.drafts, self.candidates, *parts, arrived=arrived)
 
     def wait(self) -> None:

@@ -40,8 +40,8 @@ class CpuRunner(Runner):
         return super().step(inputs, window, longest)
 
     def _run_step(self, inputs: StepInputs, window: Window, _longest: int | None = None) -> StepOutputs:
-        windows, further = self._windows(inputs, window)
+        windows = self.state.windows(window, inputs, self.checkpoint.mask_token_id or 0)
         cursors, slots = self.state.cursor[inputs.slots], inputs.slots.contiguous()
         tokens = windows.tokens.masked_fill(~windows.fed(), PADDING_TOKEN)
         logits = self._model.forward(tokens, windows.visibility, slots, cursors, self.state.page_table)
-        return self._decide(inputs, windows, logits, further)
+        return self._decide(inputs, windows, logits)
