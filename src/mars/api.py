@@ -222,9 +222,9 @@ class Model:
 
         ``dial``: see `mars.method.acceptance`; by default the checkpoint's own. ``max_new_tokens``: 256 by default.
         ``window``: ``chain``, ``tree`` or ``tree=N``, also with candidates, as in ``tree+3``; by default the fastest
-        for the load. ``lookup``: most drafts of
-        `exact` where some come from the text itself; by default the engine decides, or, where ``window`` is given, none
-        come from there. ``block_size``: tokens one forward predicts, by default what the model was trained with.
+        for the load. ``lookup``: most drafts of `exact` where some come from the text itself; by default the engine
+        decides, or, where ``window`` is given, none come from there. ``block_size``: tokens one forward predicts, by
+        default what the model was trained with.
         ``min_new_tokens``: no end before so many; ``ignore_end``: no end at all. Further options are those of
         `SamplingParams`: temperature, top_k, top_p, min_p, seed, …
         """
