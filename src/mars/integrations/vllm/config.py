@@ -19,6 +19,7 @@ from mars.integrations.vllm import endpoints, hooks
 from mars.integrations.vllm.cuda_graphs import capture_sizes
 from mars.integrations.vllm.hooks import Method
 from mars.integrations.vllm.options import METHOD, Options, is_used, log, own_dial, parse_dial
+from mars.method.windows import NARROW
 from mars.models.adapter_files import AdapterFiles, find_adapter
 from mars.models.settings import Settings
 
@@ -102,7 +103,8 @@ def translate(arguments: Any) -> None:
     files = _adapter(arguments, asked.get("adapter"))
     settings = _settings(arguments) if files is None else Settings.of(files.config)
     most = settings.block_size - 1
-    masks = _whole("masks", asked.get("masks", most), 1, most)
+    usual = min(most, NARROW - 1)  # all windows have one length, and many masks pay for few requests alone
+    masks = _whole("masks", asked.get("masks", usual), 1, most)
     windows = asked.get("windows", {})
     if not isinstance(windows, dict) or not all(str(fewest).isdecimal() for fewest in windows):
         raise MarsError('windows must be such as {"32": 2, "128": 0}: masks from so many requests on')
