@@ -85,7 +85,7 @@ def test_adapters_of_other_models_are_refused(gated: Path, monkeypatch: pytest.M
     ("options", "says"),
     [
         ({"speculative_config": {"method": "mars", "colour": 1}}, "has no 'colour' for mars"),
-        ({"speculative_config": {"method": "mars", "masks": 4}}, "masks go from 1 to 3"),
+        ({"speculative_config": {"method": "mars", "masks": 6}}, "masks go from 1 to 5"),
         ({"speculative_config": {"method": "mars", "windows": 4}}, "windows must be"),
         ({"speculative_config": {"method": "mars", "windows": {"many": 1}}}, "windows must be"),
         ({"speculative_config": {"method": "mars", "dial": "sloppy"}}, "unknown dial"),
