@@ -21,7 +21,7 @@ from server_process import mars_serve
 import mars
 from mars.evaluation.provenance import collect
 
-PROMPT = "Write a Python function that checks whether a number is even."
+PROMPT = "Tom has 3 boxes with 12 apples each. How many apples does he have?"
 WELCOME = Path(mars.__file__).parent / "serving" / "page" / "race.json"
 
 

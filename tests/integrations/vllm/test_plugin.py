@@ -92,7 +92,7 @@ def test_as_many_tokens_per_forward_as_our_engine(llm: Any, model: Path) -> None
     answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     forwards = state(llm)["forwards"] - before["forwards"] - len(prompts)
     ours = mars.load(model, dtype="float32").generate(
-        prompts, dial="exact", window="chain", max_new_tokens=160, ignore_end=True
+        prompts, dial="exact", window="chain", block_size=4, max_new_tokens=160, ignore_end=True
     )
     assert [list(each.outputs[0].token_ids) for each in answers] == [each.token_ids for each in ours]
     assert forwards == pytest.approx(sum(each.forwards for each in ours), rel=0.02)

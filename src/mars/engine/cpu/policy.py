@@ -27,7 +27,7 @@ from mars.engine.policy import (
     takes_any_window,
 )
 from mars.method.lookup import LONGEST
-from mars.method.windows import Window
+from mars.method.windows import NARROW, Window
 
 NEWEST = 0.1  # weight of the newest step in what steps cost and bring lately
 STALE = 0.5  # … of a step of single tokens after many others
@@ -311,7 +311,7 @@ class RaggedPolicy(WindowPolicy):
 
     def _best(self, sequence: Sequence, survival: list[float], price: float, more: float) -> tuple[Window, float]:
         """The window with the most tokens for the sequence, less what it costs; with what it brings."""
-        outlook, most = self._outlook(sequence), sequence.request.block_size - 1
+        outlook, most = self._outlook(sequence), min(sequence.request.block_size, NARROW) - 1
         best, chosen, brings, emitted = 0.0, Window(), 0.0, 0.0
         for drafts, chance in enumerate([1.0, *survival]):
             if drafts and chance <= price:
