@@ -136,7 +136,7 @@ arrivals = st.builds(
 @settings(deadline=None, max_examples=60, phases=PHASES)
 @given(
     st.lists(arrivals, min_size=1, max_size=8),
-    st.integers(20, 60),
+    st.integers(24, 60),
     st.integers(1, 4),
     st.integers(1, 20),
     st.sampled_from([WIDE, 0.05, 10]),
