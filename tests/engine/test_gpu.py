@@ -47,6 +47,7 @@ def on_gpu(checkpoint: Checkpoint) -> Checkpoint:
 
 
 CHAIN, TREE, CANDIDATES = Window.of(1, 4), Window.of(4, 4), Window.of(4, 4, 5)
+LOSSLESS = [("one-token", None), *(("exact", window) for window in (CHAIN, TREE, CANDIDATES, None))]
 
 
 def wide(_count: int, window: Window) -> float:
@@ -64,13 +65,7 @@ def test_captured_steps_write_what_the_plain_decoder_writes(family: str) -> None
     requests = [Request(each, Dial("one-token"), max_new_tokens=24) for each in PROMPTS]
     expected = [answer.token_ids for answer in Decoder(tiny_checkpoint(family), requests).finish()]
     engine = Engine(on_gpu(tiny_checkpoint(family)), max_num_seqs=8, memory=2**24, candidates=5, cost=wide)
-    for dial, window in [
-        ("one-token", None),
-        ("exact", CHAIN),
-        ("exact", TREE),
-        ("exact", CANDIDATES),
-        ("exact", None),
-    ]:
+    for dial, window in LOSSLESS:
         asked = [replace(each, dial=Dial(dial), block_size=4, window=window) for each in requests]
         assert texts(engine, asked) == expected, (dial, window)
 
@@ -115,13 +110,7 @@ def test_batch_invariant_steps_write_what_the_plain_decoder_writes(
     expected = [answer.token_ids for answer in Decoder(make(family), requests).finish()]
     engine = Engine(on_gpu(make(family)), max_num_seqs=8, memory=2**24, candidates=5, cost=wide, batch_invariant=True)
     assert engine.is_batch_invariant
-    for dial, window in [
-        ("one-token", None),
-        ("exact", CHAIN),
-        ("exact", TREE),
-        ("exact", CANDIDATES),
-        ("exact", None),
-    ]:
+    for dial, window in LOSSLESS:
         asked = [replace(each, dial=Dial(dial), block_size=4, window=window) for each in requests]
         assert texts(engine, asked) == expected, (dial, window)
 
@@ -141,13 +130,7 @@ def test_in_bfloat16_the_text_does_not_depend_on_the_load(family: str) -> None:
         engine = Engine(
             checkpoint, max_num_seqs=8, memory=memory, prefill_tokens=20, candidates=5, cost=wide, batch_invariant=True
         )
-        for dial, window in [
-            ("one-token", None),
-            ("exact", CHAIN),
-            ("exact", TREE),
-            ("exact", CANDIDATES),
-            ("exact", None),
-        ]:
+        for dial, window in LOSSLESS:
             asked = [replace(each, dial=Dial(dial), block_size=4, window=window) for each in requests]
             assert texts(engine, asked) == expected, (dial, window, memory)
 

@@ -17,9 +17,7 @@ Cost = Callable[[int, Window], float]  # seconds of a step of so many sequences 
 PRIOR = 0.7  # how often a draft is accepted if those before it were, before anything was observed
 PRIOR_WEIGHT = 20.0  # how many observations the prior counts for
 DECAY = 0.999  # what is left of an observation after another one; also after a step that observes nothing
-FIRST_HIT = (
-    0.3  # … the chance of the likeliest candidate where a draft is rejected; of others, over their place squared
-)
+FIRST_HIT = 0.3  # … the chance that the likeliest candidate is right; of others, over their place squared
 NEWEST = 0.3  # weight of the newest step in the cost of its size, a geometric average
 MOST_CHANGE = 2.0  # a step counts as at most so many times slower or faster than expected
 STALE = 12  # steps after which the cost of a size that none of them had is no longer believed

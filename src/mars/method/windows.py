@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -107,7 +108,8 @@ class Window:
         return f"{name}+{self.candidates}" if self.candidates else name
 
     @classmethod
-    def useful(cls, block_size: int, candidates: int = 0) -> list[Window]:
+    @cache  # asked for in every step
+    def useful(cls, block_size: int, candidates: int = 0) -> tuple[Window, ...]:
         """Windows that are worth a choice: of the model's block size and of narrower ones, the narrowest as chains.
 
         Also full trees with some and with all ``candidates`` that there is room for.
@@ -116,11 +118,17 @@ class Window:
         trees = {block: {2, block} if block in (NARROW, block_size) else set() for block in blocks}
         plain = [cls.of(groups, block) for block in blocks for groups in sorted({1, *trees[block]}) if block > 1]
         more = sorted({min(candidates, SOME_CANDIDATES), candidates} - {0}) if plain else []
-        return plain + [cls.of(block_size, block_size, each) for each in more]
+        return (*plain, *(cls.of(block_size, block_size, each) for each in more))
 
     def __or__(self, other: Window) -> Window:
         """The smallest window that holds both."""
-        return Window(*map(max, astuple(self), astuple(other)))
+        return Window(
+            max(self.drafts, other.drafts),
+            max(self.groups, other.groups),
+            max(self.masks, other.masks),
+            max(self.candidates, other.candidates),
+            max(self.budget, other.budget),
+        )
 
 
 class Candidates(NamedTuple):
