@@ -10,6 +10,7 @@ import mars
 from mars.method.markov import MarkovHead
 from mars.models import Checkpoint, Settings, load_checkpoint, save_checkpoint
 from mars.models.attention import own_attention
+from mars.models.gated import samples
 from tests.conftest import gated_checkpoint
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "phi3", "granite", "gpt_oss")
@@ -40,7 +41,11 @@ def test_text_is_computed_as_by_the_base_model(family: str, dtype: torch.dtype, 
     for weight in adapter.parameters():
         weight.data += torch.randn_like(weight)
     after = logits(checkpoint, with_masks)
-    assert torch.equal(before[:, :9], after[:, :9]), "the adapter's values change a clean logit"
+    clean = before[:, :9], after[:, :9]
+    if (family, device) == ("gpt_oss", "cuda"):  # masks that choose other experts change how many tokens these compute
+        torch.testing.assert_close(*clean)
+    else:
+        assert torch.equal(*clean), "the adapter's values change a clean logit"
     assert not torch.equal(before[:, 9:], after[:, 9:]), "the adapter has no effect"
     adapter.detach()
     assert torch.equal(logits(checkpoint, text), alone)
@@ -115,6 +120,17 @@ def test_adapters_of_other_models_are_refused(folder: Path, tmp_path: Path) -> N
         save_checkpoint(Checkpoint("other", other.module, other.tokenizer), tmp_path / str(number))
         with pytest.raises(mars.MarsError, match=r"belongs to .*: the weights of this one are others"):
             load_checkpoint(tmp_path / str(number), adapter=folder, device="cpu")
+
+
+def test_a_fingerprint_does_not_depend_on_pytorchs_defaults() -> None:
+    module = gated_checkpoint("llama", hidden_size=576).module
+    weight = module.model.layers[0].mlp.up_proj.weight
+    expected, before = samples(weight), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        assert torch.equal(samples(weight), expected)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def test_damaged_files_are_named(folder: Path) -> None:

@@ -173,8 +173,13 @@ def fingerprint(model: PreTrainedModel, names: list[str]) -> Tensor:
 
 def samples(weight: Tensor) -> Tensor:
     """The values of a weight that are part of a fingerprint."""
-    rows, columns = (torch.linspace(0, size - 1, SAMPLES).long().to(weight.device) for size in weight.shape)
+    rows, columns = (spread(size).to(weight.device) for size in weight.shape)
     return weight.detach()[rows, columns]
+
+
+def spread(size: int) -> Tensor:
+    """`SAMPLES` indices from the first to the last, whatever PyTorch's defaults are: vLLM's are bfloat16 and a GPU."""
+    return torch.linspace(0, size - 1, SAMPLES, dtype=torch.float32, device="cpu").long()
 
 
 def _key(name: str) -> str:

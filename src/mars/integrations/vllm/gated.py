@@ -23,7 +23,7 @@ from mars.integrations.vllm import hooks
 from mars.integrations.vllm.hooks import Method
 from mars.method.markov import MarkovHead
 from mars.models.adapter_files import FINGERPRINT, AdapterFiles, dequantised, read_weights, stored_change
-from mars.models.gated import SAMPLES, samples
+from mars.models.gated import SAMPLES, samples, spread
 
 SPARE_ROWS = 1024  # vLLM pads steps beyond the largest number of scheduled tokens
 PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -269,9 +269,7 @@ def _refuse_other_weights(
     same = all(torch.equal(found.to(dtype).float(), theirs[name]) for name, found in watched.items())
     weight, indices = embedding.weight, embedding.shard_indices
     if weight.dtype == dtype:
-        rows, columns = (
-            torch.linspace(0, size - 1, SAMPLES).long() for size in (embedding.org_vocab_size, weight.shape[1])
-        )
+        rows, columns = (spread(size) for size in (embedding.org_vocab_size, weight.shape[1]))
         mine = (rows >= indices.org_vocab_start_index) & (rows < indices.org_vocab_end_index)
         places = (rows[mine] - indices.org_vocab_start_index).to(weight.device), columns[mine].to(weight.device)
         same &= torch.equal(weight[places].float().cpu(), theirs[""][mine])
