@@ -159,10 +159,9 @@ def tune_two_sets(shape: dict[str, Any], sizes: list[int]) -> list[dict[str, Any
             kernels.inputs_at_once = lambda *_, step=step: step
             x = torch.randn(size * CHAIN.width, inputs, device="cuda", dtype=torch.bfloat16)
             kind = size * CHAIN.verified
-            num_text = torch.full((1,), kind, device="cuda")
             plain = microseconds(lambda copy: linear(x, weights[copy, 0]), copies)  # noqa: B023
             for tile in candidates(kind, step):
-                us = attempt(lambda copy: kernels.product(x, weights[copy], None, num_text, tile=tile), copies)  # noqa: B023
+                us = attempt(lambda copy: kernels.product(x, weights[copy], None, kind, tile=tile), copies)  # noqa: B023
                 row = {"product": name, "outputs": outputs, "tokens": len(x), "kind": kind, "inputs_at_once": step}
                 rows.append(row | {"tile": list(tile), "us": us, "plain_us": plain})
             mine = [each for each in rows if (each["product"], each["tokens"]) == (name, len(x))]
@@ -207,7 +206,6 @@ def tune_expand(shape: dict[str, Any], sizes: list[int], rank: int) -> list[dict
         factors = torch.randn(max(copies, 32), outputs, rank, device="cuda", dtype=torch.bfloat16)
         for size in sizes:
             x = torch.randn(size * CHAIN.width, inputs, device="cuda", dtype=torch.bfloat16)
-            num_text = torch.full((1,), size * CHAIN.verified, device="cuda")
             y: Tensor = linear(x, weights[0])
             plain = microseconds(lambda copy: linear(x, weights[copy, :outputs]), copies)  # noqa: B023
             wider = microseconds(lambda copy: linear(x, weights[copy]), copies)  # noqa: B023
@@ -216,7 +214,7 @@ def tune_expand(shape: dict[str, Any], sizes: list[int], rank: int) -> list[dict
                 tile = Tile(wide, out, warps, stages)
                 if wide >= 2 * max(16, size * CHAIN.all_masks):
                     continue
-                us = attempt(lambda copy: expand(y, factors[copy], split, num_text, tile), len(factors))  # noqa: B023
+                us = attempt(lambda copy: expand(y, factors[copy], split, size * CHAIN.verified, tile), len(factors))  # noqa: B023
                 rows.append({"product": name, "tokens": len(x), "tile": list(tile), "us": us, "plain_us": plain})
                 best = min(best, (us, tile))
             print(

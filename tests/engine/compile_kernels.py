@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from mars.engine.kernels import attention, invariant_attention, layers, products
 
 SHARED = {80: 163, 89: 99, 90: 227}  # KiB that a program may have, by compute capability
-LONG = {"tokens", "items", "rows", "num_text", "table", "slots", "cursors", "reach", "positions", "lengths"}
+LONG = {"tokens", "items", "rows", "table", "slots", "cursors", "reach", "positions", "lengths"}
 FLOATS = {"part_mixed", "part_most", "part_total"}
 NUMBERS = {"scale": "fp32", "epsilon": "fp32", "mask_token": "i64"}
 COUNTS = {"query_head", "query_token", "key_head", "key_token", "value_head", "value_token", "new_head", "new_token"}
@@ -27,7 +27,7 @@ ROTARY = {"WIDTH": 7, "HEADS": 28, "SHARED": 4, "ALL_UP": 64, "SIZE": 128, "HALF
 ATTENTION = {"HEADS": 4, "FOLDS": 7, "SIZE": 128, "SIZE_UP": 128, "QUERIES": invariant_attention.QUERIES}
 KEYS = {"PAGE": 16, "KEYS": invariant_attention.KEYS, "SLIDING": 0, "PRECISE": False}
 EXPANSION = {"FIRST": 3584, "SECOND": 512, "THIRD": 512, "TOKENS": 16, "OUTPUTS": 64, "RANK": 128}
-EXPANSION |= {"EVEN": True, "PRECISE": False}
+EXPANSION |= {"EVEN": True, "PRECISE": False, "KNOWN": True}
 
 
 def compile_for(
@@ -43,6 +43,8 @@ def compile_for(
             return "constexpr"
         if name in LONG or name in FLOATS:
             return "*i64" if name in LONG else "*fp32"
+        if name == "num_text":
+            return "i32" if constants["KNOWN"] else "*i64"
         if name in COUNTS or name in EVEN or name in NUMBERS:
             return NUMBERS.get(name, "i32")
         return "*fp32" if parted and name in ("values", "y") else "*bf16"
@@ -84,10 +86,19 @@ def main() -> None:
     for capability, most in SHARED.items():
         products._shared_memory = lambda _, most=most: 1024 * (most - 4)  # type: ignore[assignment]
         kinds = set()
-        for parted, sets, (_, _, tile) in product([False, True], [1, 2], products.TILES):
+        for parted, (sets, known), (_, _, tile) in product(
+            [False, True], [(1, False), (2, False), (2, True)], products.TILES
+        ):
             options = products._options(tile, step, torch.empty(0, dtype=torch.bfloat16))
             constants = {"TOKENS": tile.tokens, "OUTPUTS": tile.outputs, "INPUTS": step, "PARTS": 2, "PART": 1024}
-            constants |= {"SETS": sets, "ALONE": not parted, "EVEN": True, "BIAS": not parted, "PRECISE": False}
+            constants |= {
+                "SETS": sets,
+                "KNOWN": known,
+                "ALONE": not parted,
+                "EVEN": True,
+                "BIAS": not parted,
+                "PRECISE": False,
+            }
             kinds.add(compile_for(capability, products._product, constants, options))
         assert len(kinds) == 1 and all(kinds), kinds
         stages = invariant_attention.num_stages(torch.bfloat16)

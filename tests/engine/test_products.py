@@ -62,8 +62,9 @@ def test_two_sets(text: int, masks: int, outputs: int, inputs: int, bias: bool, 
     first, second = (linear(x, each, added) for each in weights)
     expected = torch.where(are_masks(len(x), text), second, first)
     for tile in {None, *(tile for _, _, tile in TILES[:: 1 if DEVICE.type == "cuda" else 3])}:
-        found = product(x, weights, added, some_text(text), tile=tile)
-        torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
+        for num_text in (text, some_text(text)):  # known to the host, and to the device alone
+            found = product(x, weights, added, num_text, tile=tile)
+            torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
@@ -78,11 +79,12 @@ def test_expand(text: int, masks: int, rank: int, sizes: list[int], dtype: torch
     expected = y.clone()
     changed = (y[:, :outputs].float() + torch.cat(changes, 1)).to(dtype)
     expected[:, :outputs] = torch.where(are_masks(len(y), text), changed, y[:, :outputs])
-    found = y.clone()
-    expand(found, b, sizes, some_text(text))
-    torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
-    assert torch.equal(found[:text], y[:text]), "the text's rows have changed"
-    assert torch.equal(found[:, outputs:], y[:, outputs:])
+    for num_text in (text, some_text(text)):
+        found = y.clone()
+        expand(found, b, sizes, num_text)
+        torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
+        assert torch.equal(found[:text], y[:text]), "the text's rows have changed"
+        assert torch.equal(found[:, outputs:], y[:, outputs:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
@@ -127,9 +129,10 @@ def test_prepared_models_compute_what_hooks_do(family: str, most_bytes: int, mon
     assert torch.equal(logits(text), base)
     with prepared.applied(has_masks=False), adapter.nowhere():
         torch.testing.assert_close(logits(text), base, atol=1e-5, rtol=1e-5)
-    NUM_TEXT.set(some_text(12))
-    with prepared.applied(has_masks=True):
-        torch.testing.assert_close(logits(fed), expected, atol=1e-3, rtol=1e-3)
+    for num_text in (12, some_text(12)):
+        NUM_TEXT.set(num_text)
+        with prepared.applied(has_masks=True):
+            torch.testing.assert_close(logits(fed), expected, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="tests of captured steps do this there")

@@ -20,6 +20,7 @@ from mars.engine.budget import ragged_windows
 from mars.engine.cache import PagedCache
 from mars.engine.compilation import MOST_VARIANTS, Compiled, compiled
 from mars.engine.device_state import DeviceState
+from mars.engine.packing import Packing
 from mars.engine.runner import Runner
 from mars.engine.step import PADDING_SLOT, PrefillInputs, StepInputs, StepOutputs
 from mars.method.acceptance import decide_by, written_tokens
@@ -52,6 +53,7 @@ class CapturedGraph(Generic[Inputs]):
     graph: torch.cuda.CUDAGraph
     inputs: Inputs  # what it reads
     outputs: StepOutputs | None  # what it writes
+    packing: Packing | None = None  # which it reads, too
     holds: Inputs | None = None  # the host's inputs that were last copied into its own
 
 
@@ -193,9 +195,11 @@ class GraphRunner(Runner):
         if key not in self._steps:
             integers, floats = (getattr(self._padding, name).repeat(1, size).to(self.state.device) for name in MATRICES)
             inputs = replace(self._padding, integers=integers, floats=floats)
+            packing = None if window.budget else Packing.whole(size, window, self.state.device)
             captured = self._capture(inputs, window, lambda: self._run_step(inputs, window))
             if captured is None:
                 return None
+            captured.packing = packing
             self._steps[key] = captured
             if len(self._steps) > MOST_GRAPHS:
                 self._steps.popitem(last=False)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from mars.method.windows import Window
 
-NUM_TEXT: ContextVar[Tensor] = ContextVar("num_text")
+NUM_TEXT: ContextVar[int | Tensor] = ContextVar("num_text")
 """`Packing.num_text` of the step that runs. Operators read it when they run, so compiled layers do not depend on it."""
 ABSENT = -1  # the row of a token that is not fed, and the item of a row that nothing uses
 
@@ -22,18 +23,19 @@ ABSENT = -1  # the row of a token that is not fed, and the item of a row that no
 class Packing:
     rows: Tensor  # (sequences, width): where each token of the windows is; `ABSENT`: it is not fed
     items: Tensor  # (tokens,): which token of the windows, counted through all of them, is there; `ABSENT`: none
-    num_text: Tensor  # (1,): how many tokens are no masks
+    num_text: int | Tensor  # how many tokens are no masks; (1,) if only the device knows
     is_whole: bool = True  # is every token fed?
 
     @classmethod
     def text(cls, sequences: int, width: int, device: torch.device) -> Packing:
         """Of windows without masks: one window behind the other."""
         items = torch.arange(sequences * width, device=device)
-        return cls(items.view(sequences, width), items, torch.full((1,), sequences * width, device=device))
+        return cls(items.view(sequences, width), items, sequences * width)
 
     @classmethod
+    @lru_cache(maxsize=256)
     def whole(cls, sequences: int, window: Window, device: torch.device) -> Packing:
-        """Of windows that are fed as a whole."""
+        """Of windows that are fed as a whole. It depends on nothing else, so it is made once."""
         if not window.all_masks:
             return cls.text(sequences, window.width, device)
         texts, masks = window.width - window.all_masks, window.all_masks
@@ -52,7 +54,7 @@ class Packing:
         is_text = row < sequences * texts
         sequence = torch.where(is_text, row // texts, (row - sequences * texts) // masks)
         items = sequence * window.width + torch.where(is_text, text, mask)
-        return cls(rows, items, torch.full((1,), sequences * texts, device=device))
+        return cls(rows, items, sequences * texts)
 
     @classmethod
     def ragged(cls, window: Window, fed: Tensor, tokens: int) -> Packing:

@@ -125,19 +125,17 @@ class Runner:
 
     def _run_step(self, inputs: StepInputs, window: Window, longest: int | None = None) -> StepOutputs:
         """Build the windows, run them, decide, and move the state on."""
-        fed = self._prepare(inputs, window)
+        packing = None if window.budget else Packing.whole(len(inputs), window, self.state.device)
+        fed = self._prepare(inputs, window, packing)
         where = (fed.slots, fed.cursors, fed.windows.visibility, fed.lengths, fed.packing, longest)
         logits = self._forward(fed.tokens, fed.positions, self._attention(window, *where))
         return self._decide(inputs, fed.windows, logits)
 
-    def _prepare(self, inputs: StepInputs, window: Window) -> Fed:
-        """What the sequences feed."""
+    def _prepare(self, inputs: StepInputs, window: Window, packing: Packing | None) -> Fed:
+        """What the sequences feed. ``packing``: None if it depends on the sequences."""
         windows = self.state.windows(window, inputs, self.checkpoint.mask_token_id or 0)
         cursors = self.state.cursor[inputs.slots]
-        if window.budget:
-            packing = Packing.ragged(window, windows.fed(), window.budget)
-        else:
-            packing = Packing.whole(len(inputs), window, cursors.device)
+        packing = packing or Packing.ragged(window, windows.fed(), window.budget)
         return Fed(
             windows=replace(windows, rows=packing.rows),
             tokens=packing.pack(windows.tokens),

@@ -217,7 +217,8 @@ def build_windows(
     number = torch.arange(window.groups, device=device)
     points = torch.where(number < early, number, count)
     if candidates is None:
-        candidates = Candidates.of([[]] * len(last), window.candidates, device)
+        nowhere = torch.full((len(last), window.candidates), NO_GROUP, device=device)
+        candidates = Candidates(torch.zeros_like(nowhere), nowhere)
     guesses, behind = (each[:, : window.candidates] for each in candidates)
     behind = torch.where(emitted[:, None] | (behind > count), NO_GROUP, behind)
     points = torch.cat([points, behind.clamp(min=0)], 1)
@@ -228,8 +229,11 @@ def build_windows(
     mask_group = torch.arange(1, points.shape[1] + 1, device=device).repeat_interleave(window.masks)
     mask_group = mask_group.expand_as(mask_position)
     masked = torch.full_like(mask_position, mask_token)
-    if window.candidates:
-        masked[:, window.groups * window.masks :: window.masks] = torch.where(behind == NO_GROUP, mask_token, guesses)
+    if window.candidates:  # each is the first of its group
+        first = torch.where(behind == NO_GROUP, mask_token, guesses)[:, :, None]
+        rest = first.new_full((len(last), window.candidates, window.masks - 1), mask_token)
+        plain = masked[:, : window.groups * window.masks]
+        masked = torch.cat([plain, torch.cat([first, rest], 2).flatten(1)], 1)
     position = torch.cat([verified, mask_position], 1)
     visibility = Visibility(
         document=torch.zeros_like(position),

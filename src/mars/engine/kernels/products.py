@@ -97,19 +97,20 @@ def _sum(weights, x, total, first, last, inputs, INPUTS: tl.constexpr, EVEN: tl.
     return total
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_text"])
 def _product(
     x, weights, bias, out, num_text, num_tokens, outputs, inputs, set_size, part_size,
-    SETS: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PARTS: tl.constexpr,
-    PART: tl.constexpr, ALONE: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, PRECISE: tl.constexpr,
+    SETS: tl.constexpr, KNOWN: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    PARTS: tl.constexpr, PART: tl.constexpr, ALONE: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
+    PRECISE: tl.constexpr,
 ):  # fmt: skip
     """A program sums all ``PARTS`` or, if it is not ``ALONE``, one of them, which has ``PART`` inputs.
 
-    Of two sets, the second one is for the rows from ``num_text`` on.
+    Of two sets, the second one is for the rows from ``num_text`` on, which is a pointer if it is not ``KNOWN``.
     """
     begin, end = tl.program_id(0) * TOKENS, num_tokens
     if SETS > 1:
-        text = tl.load(num_text).to(tl.int32)
+        text = num_text if KNOWN else tl.load(num_text).to(tl.int32)
         text_tiles = tl.cdiv(text, TOKENS)
         is_mask = tl.program_id(0) >= text_tiles
         begin = tl.where(is_mask, text + begin - text_tiles * TOKENS, begin)
@@ -144,13 +145,13 @@ def product(
     x: Tensor,
     weights: Tensor,
     bias: Tensor | None = None,
-    num_text: Tensor | None = None,
+    num_text: int | Tensor | None = None,
     parts: int = 1,
     tile: Tile | None = None,
 ) -> Tensor:
     """(tokens, inputs) to (tokens, outputs) by ``weights`` (outputs, inputs), summed in so many ``parts``.
 
-    With two sets of weights (2, outputs, inputs) the rows from ``num_text`` (1,) on use the second one.
+    With two sets of weights (2, outputs, inputs) the rows from ``num_text`` on use the second one.
 
     Where there are few tokens, the parts (parts, tokens, outputs) are left in float32: whoever reads them adds them up
     in their order, then the bias, and rounds. That is what is done here otherwise, so the bits are the same.
@@ -158,15 +159,19 @@ def product(
     x = x.contiguous()
     outputs, inputs = weights.shape[-2:]
     sets = weights.ndim - 1
-    tile = tile or tile_for(triton.cdiv(len(x), sets), outputs)
+    kinds = (num_text, len(x) - num_text) if isinstance(num_text, int) else None
+    tile = tile or tile_for(max(kinds) if kinds else triton.cdiv(len(x), sets), outputs)
     step = inputs_at_once(inputs, x.dtype)
-    grid = (triton.cdiv(len(x), tile.tokens) + sets - 1, triton.cdiv(outputs, tile.outputs))
+    most = triton.cdiv(len(x), tile.tokens) + sets - 1  # tiles, wherever masks begin
+    tiles = sum(triton.cdiv(each, tile.tokens) for each in kinds) if kinds else most
+    grid = (tiles, triton.cdiv(outputs, tile.outputs))
     alone = parts == 1 or grid[0] * grid[1] >= PROGRAMS
     out = x.new_empty(len(x), outputs) if alone else x.new_empty(parts, len(x), outputs, dtype=torch.float32)
     _product[*grid, 1 if alone else parts](
         *(x, weights, x if bias is None else bias, out, x if num_text is None else num_text),
         *(len(x), outputs, inputs, outputs * inputs, len(x) * outputs),
         SETS=sets,
+        KNOWN=kinds is not None,
         TOKENS=tile.tokens,
         OUTPUTS=tile.outputs,
         INPUTS=step,
@@ -190,14 +195,14 @@ def add_parts(values, mask, PARTS: tl.constexpr, part_size):
     return total
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_text"])
 def _expand(
     y, b, num_text, num_tokens, rank, stride, part_size,
-    PARTS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
+    KNOWN: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, RANK: tl.constexpr, EVEN: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     """Columns of ``y``: outputs of up to three layers, then projections of each. A program has one layer's outputs."""
-    begin_row = tl.load(num_text).to(tl.int32) + tl.program_id(0) * TOKENS
+    begin_row = (num_text if KNOWN else tl.load(num_text).to(tl.int32)) + tl.program_id(0) * TOKENS
     if begin_row >= num_tokens:
         return
     row = (begin_row + tl.arange(0, TOKENS)).to(tl.int64)
@@ -231,21 +236,27 @@ def _expand(
     tl.store(y + column[:, None], total.to(y.dtype.element_ty), mask=some)
 
 
-def expand(y: Tensor, b: Tensor, sizes: list[int], num_text: Tensor, tile: Tile | None = None) -> None:
-    """Add the changes to the rows from ``num_text`` (1,) on, in place.
+def expand(y: Tensor, b: Tensor, sizes: list[int], num_text: int | Tensor, tile: Tile | None = None) -> None:
+    """Add the changes to the rows from ``num_text`` on, in place.
 
     ``y`` (tokens, columns), or its parts, has the outputs of layers of ``sizes``, then the projections of each of them;
     ``b`` (outputs, rank).
     """
     first, second, third = [*sizes, 0, 0][:3]
     parts, tokens = (1, *y.shape)[-3:-1]
+    known = isinstance(num_text, int)
+    masks = tokens - num_text if isinstance(num_text, int) else tokens
+    if masks == 0:
+        return
     if tile is None:
-        tile = EXPANSION._replace(tokens=max(16, min(MOST_TOKENS, triton.next_power_of_2(tokens // 2))))
+        wide = masks if known else tokens // 2
+        tile = EXPANSION._replace(tokens=max(16, min(MOST_TOKENS, triton.next_power_of_2(wide))))
     rank = b.shape[1]
     step = max(16, min(128, triton.next_power_of_2(rank)))
-    grid = (triton.cdiv(tokens, tile.tokens), sum(triton.cdiv(each, tile.outputs) for each in sizes))
+    grid = (triton.cdiv(masks, tile.tokens), sum(triton.cdiv(each, tile.outputs) for each in sizes))
     _expand[grid](
         *(y, b, num_text, tokens, rank, y.stride(-2), tokens * y.stride(-2)),
+        KNOWN=known,
         PARTS=parts,
         FIRST=first,
         SECOND=second,
@@ -273,8 +284,14 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
 
 @torch.library.custom_op("mars::two_sets", mutates_args=())
 def two_sets_op(x: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
-    """`product` with two sets of weights."""
-    return product(x.flatten(0, -2), weights, bias, NUM_TEXT.get()).view(*x.shape[:-1], weights.shape[1])
+    """`product` with two sets of weights; in float32 by cuBLAS, since Triton multiplies without tensor cores there."""
+    rows, num_text = x.flatten(0, -2), NUM_TEXT.get()
+    if x.dtype == torch.float32 and isinstance(num_text, int):
+        kinds = zip(rows.tensor_split([num_text]), weights, strict=True)
+        y = torch.cat([linear(each, weight, bias) for each, weight in kinds])
+    else:
+        y = product(rows, weights, bias, num_text)
+    return y.view(*x.shape[:-1], weights.shape[1])
 
 
 @two_sets_op.register_fake
