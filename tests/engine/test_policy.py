@@ -14,6 +14,7 @@ from mars.engine.policy import (
     PRIOR,
     Acceptance,
     CandidateHits,
+    CapturedCosts,
     CostPoint,
     StepCosts,
     WindowPolicy,
@@ -146,6 +147,7 @@ class Decoding:
             self.policy.acceptance.observe(count, accepted)
         else:
             self.policy.acceptance.decay()
+        self.policy.observe_step([window], 1 + accepted, taken)
         self.tokens, self.seconds = self.tokens + 1 + accepted, self.seconds + taken
         self.drafts = accepted in [count, *range(count)][: window.groups]
         return window
@@ -202,3 +204,63 @@ def test_measured_costs_that_stay_are_not_explored() -> None:
     machine = Machine(more=0.5)
     decoding = Decoding(machine, StepCosts(machine), GOOD, explores=False)
     assert not any(window.groups for window in decoding.steps(2000))
+
+
+# --- captured steps, measured once, and what real ones say
+
+
+class Captured(Machine):
+    """Real steps take ``further`` times as much for further tokens as measured ones, and ``later`` besides."""
+
+    further, later = 1.0, 0.0
+
+    def measured_steps(self, num_seqs: int) -> list[tuple[int, Window]]:
+        return [(num_seqs, window) for window in (Window(), *Window.useful(4))]
+
+    def seconds(self, num_seqs: int, window: Window) -> float:
+        return self.one + self.later + self.further * self.more * (num_seqs * window.width - 1)
+
+
+def decoding_of(machine: Captured, rates: list[float]) -> Decoding:
+    decoding = Decoding(machine, CapturedCosts(machine), rates)
+    decoding.policy = WindowPolicy(4, 1, decoding.costs, checks=True)
+    return decoding
+
+
+def test_real_steps_correct_what_was_measured() -> None:
+    machine = Captured()
+    costs = CapturedCosts(machine)
+    costs.observe(1, CHAIN, 9.0)
+    assert not machine.timed, "who never asks for costs does not wait for their measurement"
+    single, chain, tree = (costs(1, window) for window in (Window(), CHAIN, Window.of(4, 4)))
+    for _ in range(200):
+        costs.observe(1, CHAIN, chain + 1.0)
+    assert costs(1, CHAIN) == pytest.approx(chain + 1.0)
+    assert costs(1, Window()) == pytest.approx(single + 1.0, abs=0.1), "texts are longer for all windows"
+    costs.observe(1, Window(), single)
+    assert costs(1, Window()) == pytest.approx(single), "of a window not seen for long, the newest step counts"
+    assert costs(1, Window.of(4, 4)) == pytest.approx(tree + 1.0, abs=0.1)
+    costs.observe(1, CHAIN, 1e9)
+    assert costs(1, CHAIN) < 2 * (chain + 1.0), "one slow step says little"
+
+
+@pytest.mark.parametrize("further", [3.0, 10.0])
+def test_windows_that_cost_more_than_was_measured_stop(further: float) -> None:
+    machine = Captured(more=0.05)
+    machine.further = further
+    decoding = decoding_of(machine, [0.5, 0.2, 0.1])
+    decoding.steps(2000)
+    decoding.tokens, decoding.seconds = 0, 0.0
+    decoding.steps(3000)
+    best = max(tokens_per_forward(each, decoding.rates) / machine.seconds(1, each) for each in (Window(), *WINDOWS))
+    assert decoding.tokens / decoding.seconds > 0.95 * best
+    assert decoding.tokens / decoding.seconds > 0.98, "slower than single tokens"
+
+
+def test_windows_stay_where_they_pay() -> None:
+    machine = Captured()
+    machine.later = 2.0
+    decoding = decoding_of(machine, GOOD)
+    windows = decoding.steps(2000)
+    assert sum(not window.groups for window in windows) < 20
+    assert sum(not window.groups for window in windows[-600:]) == 1, "one step of single tokens shows what they cost"

@@ -16,12 +16,20 @@ from mars.errors import how_to_install
 from mars.evaluation import bench
 from mars.evaluation.peers import open_peer
 from mars.evaluation.speed import measure, with_dial
-from tests.conftest import save_chat_model, tiny_checkpoint
+from tests.conftest import gated_checkpoint, save_chat_model, tiny_checkpoint
 
 KEYS = {
     *("window", "batch_size", "requests", "tokens", "seconds", "tokens_per_second", "tokens_per_forward", "forwards"),
     *("ms_per_forward", "ratio_to_one_token", "agreement", "same_text", "bandwidth_share", "peak_memory_bytes"),
-    *("width", "ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99"),
+    *(
+        "width",
+        "drafts_passed",
+        "expected_tokens_per_second",
+        "ttft_ms_p50",
+        "ttft_ms_p99",
+        "tpot_ms_p50",
+        "tpot_ms_p99",
+    ),
 }
 SMALL = ("--max-new-tokens", "20", "--min-requests", "3")
 
@@ -57,6 +65,21 @@ def read(out: Path) -> dict[str, dict]:
     return {f"{row.get('dial') or row['peer']} {row['window']} {row['batch_size']}": row for row in rows}
 
 
+@pytest.mark.parametrize(("family", "is_known"), [("gemma2", True), ("llama", False)])
+def test_what_the_policy_expected(family: str, is_known: bool) -> None:
+    """Llama runs as a compiled step, where every sequence has a window of its own."""
+    model = mars.Model(gated_checkpoint(family))
+    for name, window in (("one-token", None), ("exact", "chain")):
+        prompts = [[start, 2, 3] for start in range(8)]
+        run = measure(with_dial(model, name, window), prompts, batch_size=8, requests=8, max_new_tokens=40)
+        forwards = sum(each.forwards for each in run.answers)
+        assert run.accepted == run.tokens - forwards and (run.drafts > 0) == (name == "exact")
+        assert (run.expected is not None) == is_known
+        if run.expected is not None:
+            tokens, seconds = run.expected
+            assert seconds > 0 and (tokens == forwards if name == "one-token" else forwards < tokens < 4 * forwards)
+
+
 def test_everything(mars_model: Path, tmp_path: Path, run, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "out.json"
     dials = ("--dials", "exact,exact tree, threshold=0.3", "--batch-sizes", "2,1")
@@ -75,7 +98,9 @@ def test_everything(mars_model: Path, tmp_path: Path, run, capsys: pytest.Captur
     for row in rows.values():
         assert (row["width"] is None) == ("peer" in row)
         assert set(row) - {"dial", "peer"} == KEYS and ("dial" in row) != ("peer" in row)
-        assert all(row[key] is not None for key in KEYS - {"window", "width"})
+        unknown = {"window", "width", "drafts_passed", "expected_tokens_per_second"}
+        assert all(row[key] is not None for key in KEYS - unknown)
+        assert row["drafts_passed"] is None or ("dial" in row and 0 <= row["drafts_passed"] <= 1)
         assert row["requests"] == (3 if row["batch_size"] == 1 else 4)
         assert row["tokens_per_second"] == row["tokens"] / row["seconds"]
         assert row["ms_per_forward"] == 1000 * row["seconds"] / row["forwards"]

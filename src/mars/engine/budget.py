@@ -147,9 +147,11 @@ class BudgetPolicy(WindowPolicy):
         values: DraftValues,
         padded: Callable[[int], int],
         candidates: int = 0,
+        *,
+        checks: bool = False,
     ) -> None:
         """``padded``: sequences of a step, padding included, by number of real ones."""
-        super().__init__(block_size, default_groups, cost, candidates=candidates)
+        super().__init__(block_size, default_groups, cost, candidates=candidates, checks=checks)
         self._block_size = block_size
         self._padded = padded
         self._values = values
@@ -164,7 +166,7 @@ class BudgetPolicy(WindowPolicy):
     def choose(self, sequences: SequenceOf[Sequence], host_seconds: float = 0.0) -> Window:
         alike = super().choose(sequences, host_seconds)
         count, padded = len(sequences), self._padded(len(sequences))
-        if padded < FEWEST or any(self._needed(each, takes_any_window(each)) for each in sequences):
+        if padded < FEWEST or self.check.pause or any(self._needed(each, takes_any_window(each)) for each in sequences):
             return alike
         self._tell()
 

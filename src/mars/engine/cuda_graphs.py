@@ -114,6 +114,8 @@ class GraphRunner(Runner):
         if captured is None:
             with torch.compiler.set_stance("force_eager"):  # nobody shall wait for the compiler
                 return super().step(inputs, window, longest)
+        begun = torch.cuda.Event(enable_timing=True)
+        begun.record()
         if captured.holds is not inputs:
             spare = size - len(inputs)
             for name in MATRICES:
@@ -123,7 +125,7 @@ class GraphRunner(Runner):
             captured.holds = inputs
         captured.graph.replay()
         assert captured.outputs is not None
-        return captured.outputs.to_host(len(inputs), logprobs=inputs.features.logprobs)
+        return captured.outputs.to_host(len(inputs), logprobs=inputs.features.logprobs, begun=begun)
 
     @torch.inference_mode()
     def prefill(self, chunks: list[tuple[int, int, list[int]]]) -> None:

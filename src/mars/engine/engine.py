@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -27,7 +27,7 @@ from mars.engine.cpu import VECTOR, CpuRunner, RaggedPolicy, StepSeconds, cpu_mo
 from mars.engine.cuda_graphs import GraphRunner
 from mars.engine.device_state import DeviceState
 from mars.engine.pages import Pages
-from mars.engine.policy import Cost, StepCosts, WindowPolicy
+from mars.engine.policy import CapturedCosts, Cost, StepCosts, WindowPolicy
 from mars.engine.runner import Runner
 from mars.engine.scheduler import Schedule, Scheduler
 from mars.engine.step import StepInputs, StepOutputs
@@ -63,7 +63,7 @@ class InFlightStep:
     batch: Batch
     windows: list[Window]
     outputs: StepOutputs
-    seconds: float | None  # that it took, if costs go by real steps
+    seconds: float | None  # that it took, if the host has timed it
 
 
 class Engine:
@@ -137,9 +137,8 @@ class Engine:
             cache = PagedCache(shapes, num_pages, page_size, checkpoint.device)
             parts = (checkpoint, self._state, cache, self.block_size, invariant)
             self._runner = GraphRunner(*parts, model) if on_gpu else Runner(*parts)
-        self._costs = StepCosts(self._runner, turns=1 if on_gpu else 3)
-        self._counts_host = cost is None and self._async_steps > 0  # no step takes less than the host needs for one
-        self._observes_costs = cost is None and not on_gpu  # a GPU's are those of its captured graphs
+        self._costs = CapturedCosts(self._runner) if on_gpu else StepCosts(self._runner, turns=3)
+        self._follows_costs = cost is None
         self.policy = self._new_policy(cost)
         self.scheduler = Scheduler(
             Pages(num_pages, page_size),
@@ -155,7 +154,9 @@ class Engine:
         self._fresh_masks: list[Future[Tensor]] = []  # begun in the last step
         self._mask_threads = ThreadPoolExecutor(max(2, min(16, os.cpu_count() or 1)), "grammar-masks", lower_priority)
         self._inputs: tuple[Batch, StepInputs] | None = None
-        self.num_steps = self.num_fed = 0  # steps in which sequences decoded, and tokens that they fed
+        self.num_steps = self.num_fed = self.num_drafts = self.num_accepted = 0
+        """Steps in which sequences decoded, tokens that they fed, drafts that were verified, and those that passed"""
+        self.windows_fed: Counter[tuple[int, Window]] = Counter()  # steps by number of sequences and window
         self._host_seconds = math.inf  # what a step took lately besides waiting for the device
 
     def _new_policy(self, cost: Cost | None) -> WindowPolicy:
@@ -165,10 +166,11 @@ class Engine:
         default_groups = 2 if on_gpu else 1  # on a GPU, width costs little
         if self._state.values is not None:
             given = (self.block_size, default_groups, cost or self._costs, self._state.values)
-            return BudgetPolicy(*given, self._runner.padded_size, self.candidates)
+            return BudgetPolicy(*given, self._runner.padded_size, self.candidates, checks=on_gpu and cost is None)
         return WindowPolicy(
             *(self.block_size, default_groups, cost or self._costs),
-            explores=self._observes_costs,
+            explores=not on_gpu and cost is None,
+            checks=on_gpu and cost is None,
             most_drafts=WIDE_DRAFTS * bool(len(self._state.text)),
             candidates=self.candidates,
         )
@@ -299,7 +301,8 @@ class Engine:
             self._set_drafts(sequences, windows)
             inputs = inputs.feeding(windows)
         else:
-            chosen = self.policy.choose(sequences, host_seconds if self._counts_host else 0.0)
+            is_ahead = self._follows_costs and self._async_steps > 0  # no step takes less than the host needs for one
+            chosen = self.policy.choose(sequences, host_seconds if is_ahead else 0.0)
             window = self._runner.fitting(len(sequences), chosen)
             windows = [window] * len(sequences)
         ahead = len(self._in_flight) * (1 + self._state.drafts.shape[1])
@@ -307,7 +310,7 @@ class Engine:
         started = time.perf_counter()
         outputs = self._runner.step(inputs, window, longest)
         seconds = None
-        if self._observes_costs:
+        if self._follows_costs and not isinstance(self._runner, GraphRunner):  # captured steps time themselves
             outputs.wait()
             seconds = time.perf_counter() - started
         self._in_flight.append(InFlightStep(batch, windows, outputs, seconds))
@@ -315,6 +318,7 @@ class Engine:
             sequence.trusts_masks = sequence.dial.kind == "threshold"
         self.num_steps += 1
         self.num_fed += window.budget or sum(each.width for each in windows)
+        self.windows_fed[len(windows), window] += 1
         return seconds or 0.0
 
     def _set_drafts(self, sequences: SequenceOf[Sequence], windows: SequenceOf[Window]) -> None:
@@ -330,10 +334,9 @@ class Engine:
 
     def _observe(self, windows: SequenceOf[Window], tokens: int, seconds: float) -> None:
         """What a step took that emitted so many tokens."""
-        if isinstance(self.policy, RaggedPolicy):
-            self.policy.observe_step(windows, tokens, seconds)
-        else:
+        if not isinstance(self.policy, RaggedPolicy):
             self._costs.observe(len(windows), windows[0], seconds)
+        self.policy.observe_step(windows, tokens, seconds)
 
     def _process_output(self, moved: list[Sequence]) -> float:
         """Take the result of the oldest step in flight; returns the seconds that the device was waited for.
@@ -348,8 +351,9 @@ class Engine:
         probabilities = step.outputs.draft_probabilities()
         if step.windows[0].budget and isinstance(self.policy, BudgetPolicy):
             self.policy.observe_ragged(len(results), sum(each.accepted for each in results))
-        if step.seconds is not None:
-            self._observe(step.windows, len(results) + sum(each.accepted for each in results), step.seconds)
+        seconds = step.outputs.seconds() if step.seconds is None and self._follows_costs else step.seconds
+        if seconds is not None:
+            self._observe(step.windows, len(results) + sum(each.accepted for each in results), seconds)
         moves = zip(step.batch, step.windows, results, probabilities, strict=True)
         for (sequence, admission, dial), window, result, known in moves:
             if sequence.slot is None or sequence.admissions != admission:
@@ -362,6 +366,7 @@ class Engine:
                 continue
             if verified_now:
                 verified = verified_now
+                self.num_drafts, self.num_accepted = self.num_drafts + verified[0], self.num_accepted + verified[1]
                 if len(self._state.text):  # where there were fewer drafts than room, the rest count as not accepted
                     verified = (window.drafts, verified[1])
                 self.policy.observe_drafts(sequence, *verified)

@@ -1,8 +1,8 @@
 """Which window a step has: the one with the most tokens per second, by measured cost and observed acceptance.
 
-What a step costs is measured at first need; on a CPU, whose cores other processes use too, the steps that follow keep
-it up to date. What it yields is worked out from how often drafts were accepted lately, offset by offset: a wide window
-pays for few sequences, a narrow one for many.
+What a step costs is measured at first need, and the steps that follow keep it up to date. What it yields is worked out
+from how often drafts were accepted lately, offset by offset: a wide window pays for few sequences, a narrow one for
+many. Where windows turn out slower than single tokens all the same, they stop for a while.
 """
 
 from collections.abc import Callable
@@ -24,6 +24,10 @@ STALE = 12  # steps after which the cost of a size that none of them had is no l
 TRIAL = 2  # steps of a trial: one that predicts drafts and one that verifies them
 TRIAL_EVERY = (16, 512)  # fewest and most steps with single tokens between two trials
 TRIAL_LOSS = 0.05  # of the time may be lost by trials
+PROBE = 512  # steps with windows after which there is one of single tokens, so that its cost is known
+TOO_SLOW = 0.98  # of the speed of single tokens: then there are none but these for a while
+PAUSE = 64  # steps of that while
+CHECKED = 0.025  # weight of the newest step in the speed that is checked
 BINS = 8  # of the probabilities that masks give to their drafts
 BIN_PRIOR = 4.0  # observations that the middle of a bin counts for
 HOPE = 0.8  # the chance of a draft of which nothing is known: high enough that masks are tried
@@ -126,6 +130,7 @@ class StepCosts:
         self._runner = runner
         self._turns = turns
         self._points: dict[tuple[tuple[int, Window], ...], list[CostPoint]] = {}
+        self._known: dict[int, list[CostPoint]] = {}  # the same by number of sequences: asked for many times a step
         self._ragged: dict[tuple[int, Window], float] = {}  # seconds: they say nothing of other steps
 
     def __call__(self, num_seqs: int, window: Window) -> float:
@@ -138,6 +143,8 @@ class StepCosts:
 
         Sizes are timed in turns, so that other work on the machine slows all of them down and not one.
         """
+        if num_seqs in self._known:
+            return self._known[num_seqs]
         steps = tuple(self._runner.measured_steps(num_seqs))
         if steps not in self._points:
             turns = [[self._runner.time_step(*step) for step in steps] for _ in range(self._turns)]
@@ -145,6 +152,7 @@ class StepCosts:
             self._ragged |= {step: seconds for step, seconds in best.items() if step[1].budget}
             timed = {window.tokens(count): best[count, window] for count, window in steps if not window.budget}
             self._points[steps] = [CostPoint(*each) for each in sorted(timed.items())]
+        self._known[num_seqs] = self._points[steps]
         return self._points[steps]
 
     def observe(self, num_seqs: int, window: Window, seconds: float) -> None:
@@ -153,8 +161,8 @@ class StepCosts:
         A size that was not seen for long costs what it takes now; others not seen for long may have become as much
         cheaper.
         """
-        points = self._points.get(tuple(self._runner.measured_steps(num_seqs)))
-        if not points:
+        points = self._known.get(num_seqs)
+        if points is None:
             return
         size = window.tokens(self._runner.padded_size(num_seqs))
         change = seconds / interpolate(points, size)
@@ -168,6 +176,60 @@ class StepCosts:
         for point in points:
             point.unseen += 1
         nearest.unseen = 0
+
+
+class CapturedCosts(StepCosts):
+    """Of captured steps, each of which is measured by itself, for texts of one length.
+
+    Real steps say what all of so many sequences take more, as texts get longer or others use the GPU too, and slowly
+    what a window does besides. A window not seen for long costs what it takes now.
+    """
+
+    def __init__(self, runner: Measurable) -> None:
+        super().__init__(runner)
+        self._more: dict[int, float] = {}  # seconds, by number of sequences with padding
+        self._own: dict[tuple[int, Window], float] = {}
+        self._steps: dict[int, int] = {}  # of so many sequences
+        self._seen: dict[tuple[int, Window], int] = {}  # the last of these steps with the window
+
+    def __call__(self, num_seqs: int, window: Window) -> float:
+        size, measured = self._runner.padded_size(num_seqs), super().__call__(num_seqs, window)
+        more = self._more.get(size, 0.0) + self._own.get((size, window), 0.0)
+        return max(measured + more, measured / MOST_CHANGE)
+
+    def observe(self, num_seqs: int, window: Window, seconds: float) -> None:
+        if num_seqs not in self._known:
+            return
+        size = self._runner.padded_size(num_seqs)
+        known = self(num_seqs, window)
+        error = min(max(seconds, known / MOST_CHANGE), known * MOST_CHANGE) - known
+        step = self._steps[size] = self._steps.get(size, 0) + 1
+        unseen = step - self._seen.get((size, window), -STALE)
+        self._seen[size, window] = step
+        if size not in self._more:
+            self._more[size] = error
+        elif unseen > STALE:
+            self._own[size, window] = self._own.get((size, window), 0.0) + error
+        else:
+            self._more[size] += NEWEST * error
+            self._own[size, window] = self._own.get((size, window), 0.0) + NEWEST / 10 * error
+
+
+class SelfCheck:
+    """Stops windows for a while where they turn out slower than single tokens would be."""
+
+    def __init__(self, too_slow: float = TOO_SLOW) -> None:
+        self._too_slow = too_slow
+        self.speed = 1.0  # tokens per second lately, in terms of single tokens
+        self.pause = 0  # steps left without windows
+
+    def observe(self, speed: float | None) -> None:
+        """After a step: its speed in terms of single tokens, or None if it had no choice or no window."""
+        self.pause = max(self.pause - 1, 0)
+        if speed is not None:
+            self.speed += CHECKED * (speed - self.speed)
+        if self.speed < self._too_slow:
+            self.speed, self.pause = 1.0, PAUSE
 
 
 def interpolate(points: SequenceOf[CostPoint], size: int) -> float:
@@ -228,12 +290,14 @@ class WindowPolicy:
         cost: Cost,
         *,
         explores: bool = False,
+        checks: bool = False,
         most_drafts: int = 0,
         candidates: int = 0,
     ) -> None:
         """``default_groups``: mask groups of requests that name no window and whose text depends on it.
 
-        ``explores``: try a chain now and then while single tokens seem faster, for costs that are kept up to date.
+        ``explores``: try a chain now and then while single tokens seem faster, as others use the machine too.
+        ``checks``: stop windows that turn out slower than single tokens, of which there is a step now and then.
         ``most_drafts``: of a window with what was looked up, if that is more than masks draft. ``candidates``: most of
         a window.
         """
@@ -246,6 +310,11 @@ class WindowPolicy:
         self._explores = explores
         self._pause = TRIAL_EVERY[0]  # steps with single tokens between two trials
         self._until_trial = self._pause  # below zero during a trial
+        self._checks = checks
+        self.check = SelfCheck()
+        self._until_probe = PROBE
+        self._has_choice = False  # in the last step: did all sequences take any window?
+        self._host_seconds = 0.0
 
     def choose(self, sequences: SequenceOf[Sequence], host_seconds: float = 0.0) -> Window:
         """What some sequence needs, or else what is fastest for this many.
@@ -260,7 +329,10 @@ class WindowPolicy:
             window = self._needed(sequence, takes_any)
             if window is not None:
                 needed |= window
+        self._has_choice, self._host_seconds = free > 1 and needed == Window(), host_seconds
         if free < 2:
+            return needed
+        if self._checks and self._has_choice and (self.check.pause or self._probes()):
             return needed
         windows = [needed, *(needed | window for window in Window.useful(free, self._candidates))]
         if self._most_drafts:
@@ -275,6 +347,22 @@ class WindowPolicy:
         if self._explores and self._tries_chain(best, chain, rates, len(sequences)):
             return chain
         return best
+
+    def _probes(self) -> bool:
+        """Is it time for a step of single tokens?"""
+        self._until_probe = PROBE if self._until_probe <= 0 else self._until_probe - 1
+        return self._until_probe == 0
+
+    def observe_step(self, windows: SequenceOf[Window], tokens: int, seconds: float) -> None:
+        """What a step took that emitted so many tokens, if costs follow real steps."""
+        window, count = windows[0], len(windows)
+        speed = None
+        if self._has_choice and window.masks:
+            alone, taken = (max(each, self._host_seconds) for each in (self._cost(count, Window()), seconds))
+            speed = tokens / taken * alone / count
+        elif not window.masks:
+            self._until_probe = PROBE
+        self.check.observe(speed)
 
     def _tries_chain(self, best: Window, chain: Window, rates: SequenceOf[float], num_seqs: int) -> bool:
         """While single tokens seem fastest, is it time to see what a chain costs and how many drafts are accepted?
@@ -295,6 +383,13 @@ class WindowPolicy:
             self._until_trial = self._pause
         self._until_trial -= 1
         return self._until_trial < 0
+
+    def expects(self, num_seqs: int, window: Window) -> tuple[float, float] | None:
+        """Tokens of all sequences together and seconds, of a step with this window; None where windows differ."""
+        hits = self.candidate_hits.rates()
+        hit = hits[min(window.candidates, len(hits) - 1)]
+        tokens = num_seqs * tokens_per_forward(window, self.acceptance.rates(), hit)
+        return tokens, max(self._cost(num_seqs, window), self._host_seconds)
 
     def observe_drafts(self, sequence: Sequence, drafts: int, accepted: int) -> None:  # noqa: ARG002, all are alike
         """How many of the drafts fed were accepted."""

@@ -137,6 +137,7 @@ class StepOutputs:
     probabilities: Tensor | None = None  # (sequences, masks): of the drafts, where they are known
     fed: Tensor | None = None  # (sequences,): how many drafts were verified, where windows may be ragged
     arrived: torch.cuda.Event | None = None  # when the tensors are on the host, if they are on their way
+    begun: torch.cuda.Event | None = None  # when the device began with the step, if that is known
 
     @classmethod
     def of(
@@ -157,7 +158,7 @@ class StepOutputs:
             return outputs
         return replace(outputs, probabilities=decision.log_shares.exp(), fed=fed)
 
-    def to_host(self, count: int, *, logprobs: bool) -> StepOutputs:
+    def to_host(self, count: int, *, logprobs: bool, begun: torch.cuda.Event | None = None) -> StepOutputs:
         """Start copying the first ``count`` rows to the host, `results` waits for them; ``logprobs``: these as well."""
         if not self.decisions.is_cuda:
             return self
@@ -165,14 +166,20 @@ class StepOutputs:
         known = (*wanted, self.probabilities, self.fed)
         values, ids, probabilities, fed = (None if each is None else _pinned_copy(each[:count]) for each in known)
         decisions = _pinned_copy(self.decisions[:count])
-        arrived = torch.cuda.Event()
+        arrived = torch.cuda.Event(enable_timing=begun is not None)
         arrived.record()
         parts = (values, ids, probabilities, fed)
-        return StepOutputs(decisions, self.drafts, self.candidates, *parts, arrived=arrived)
+        return StepOutputs(decisions, self.drafts, self.candidates, *parts, arrived=arrived, begun=begun)
 
     def wait(self) -> None:
         if self.arrived is not None:
             self.arrived.synchronize()
+
+    def seconds(self) -> float | None:
+        """That the device took, if it is known; after `wait`."""
+        if self.begun is None or self.arrived is None:
+            return None
+        return self.begun.elapsed_time(self.arrived) / 1000
 
     def results(self, wants_logprobs: SequenceOf[bool]) -> list[StepResult]:
         """What was decided for each sequence, with logprobs for those that want them."""

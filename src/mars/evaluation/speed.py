@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, cycle, islice
@@ -17,6 +18,7 @@ from mars.core.output import RequestOutput
 from mars.engine.cache import layer_shapes
 from mars.engine.policy import Acceptance
 from mars.evaluation import vllm
+from mars.method.windows import Window
 from mars.models.checkpoint import Checkpoint
 
 WARM_UP_TOKENS = 16
@@ -31,6 +33,9 @@ class Round:
     answers: list[RequestOutput]
     forwards: int | None = None  # of the whole batch; None: unknown
     window_tokens: int | None = None  # sum of the widths of all sequences' windows
+    drafts: int | None = None  # that were verified
+    accepted: int | None = None  # … and passed
+    expected: tuple[float, float] | None = None  # tokens and seconds that the policy expects of these steps
 
 
 Decode = Callable[[Sequence[list[int]], int], Round]
@@ -68,11 +73,20 @@ def with_dial(model: Model, dial: str, window: str | None) -> Decoder:
     engine = model.engine()
     engine.policy.acceptance = Acceptance(engine.block_size - 1)
 
+    def counts() -> list[int]:
+        return [engine.num_steps, engine.num_fed, engine.num_drafts, engine.num_accepted]
+
+    def expected(before: Counter[tuple[int, Window]]) -> tuple[float, float] | None:
+        steps = engine.windows_fed - before
+        found = [(count, engine.policy.expects(*each)) for each, count in steps.items()]
+        return _totals(each and (count * each[0], count * each[1]) for count, each in found)
+
     def decode(prompts: Sequence[list[int]], max_new_tokens: int) -> Round:
         engine.clear_prefix_cache()
-        forwards, fed = engine.num_steps, engine.num_fed
+        before, windows = counts(), engine.windows_fed.copy()
         answers = model.generate(list(prompts), dial=dial, window=window, max_new_tokens=max_new_tokens)
-        return Round(answers, engine.num_steps - forwards, engine.num_fed - fed)
+        steps, fed, drafts, accepted = (now - then for now, then in zip(counts(), before, strict=True))
+        return Round(answers, steps, fed, drafts, accepted, expected(windows))
 
     return Decoder({"dial": dial, "window": window or "auto"}, decode, model.checkpoint.device)
 
@@ -103,10 +117,22 @@ def measure(
         [answer for each in rounds for answer in each.answers],
         _sum(each.forwards for each in rounds),
         _sum(each.window_tokens for each in rounds),
+        _sum(each.drafts for each in rounds),
+        _sum(each.accepted for each in rounds),
+        _totals(each.expected for each in rounds),
         prompts=asked,
         seconds=time.perf_counter() - started,
         peak_memory=_peak_memory(decoder.device),
     )
+
+
+def _totals(pairs: Iterable[tuple[float, float] | None]) -> tuple[float, float] | None:
+    """Of tokens and seconds; None if some are not known."""
+    known = list(pairs)
+    if not known or None in known:
+        return None
+    tokens, seconds = zip(*filter(None, known), strict=True)
+    return sum(tokens), sum(seconds)
 
 
 def _sum(counts: Iterable[int | None]) -> int | None:
@@ -154,6 +180,8 @@ def to_row(decoder: Decoder, batch_size: int, run: Run, one_token: Run, traffic:
         "forwards": run.forwards,
         "ms_per_forward": 1000 * run.seconds / run.forwards if run.forwards else None,
         "width": run.window_tokens / request_forwards if run.window_tokens and request_forwards else None,
+        "drafts_passed": run.accepted / run.drafts if run.drafts and run.accepted is not None else None,
+        "expected_tokens_per_second": run.expected[0] / run.expected[1] if run.expected else None,
         "ratio_to_one_token": run.tokens_per_second / one_token.tokens_per_second,
         "agreement": agreed / verified if verified else None,
         "same_text": sum(same) / len(same),

@@ -20,9 +20,11 @@ def _rounded(value: float) -> str:
 COLUMNS: dict[str, tuple[Callable[[float], str], tuple[str, ...]]] = {
     "batch": (str, ("batch_size",)),
     "tok/s": (_rounded, ("tokens_per_second",)),
+    "expected": (_rounded, ("expected_tokens_per_second",)),
     "× one-token": ("{:.2f}".format, ("ratio_to_one_token",)),
     "tok/fwd": ("{:.2f}".format, ("tokens_per_forward",)),
     "width": ("{:.1f}".format, ("width",)),
+    "passed": ("{:.0%}".format, ("drafts_passed",)),
     "ms/fwd": (_rounded, ("ms_per_forward",)),
     "copy bw": ("{:.0%}".format, ("bandwidth_share",)),
     "agree": ("{:.3f}".format, ("agreement",)),

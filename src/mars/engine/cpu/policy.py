@@ -23,6 +23,7 @@ from mars.engine.policy import (
     LEARNING,
     PROMISE,
     Calibration,
+    SelfCheck,
     WindowPolicy,
     takes_any_window,
 )
@@ -42,8 +43,7 @@ MARGIN = 0.02  # tokens per sequence and step that windows must promise to bring
 CAUTION = 1.2  # times what more tokens seem to cost: those that seem worth it are often those that seem too cheap
 REST = 8  # steps of single tokens, or without masks, after it was found that nothing else pays: that takes time too
 FORGETTING = 0.1  # weight of hope, each time that is found: text changes, and masks are tried again some day
-TOO_SLOW = 0.93  # of the speed of single tokens: then there are none but these for a while
-PAUSE = 64  # steps of that while
+TOO_SLOW = 0.93  # of the speed of single tokens: then there are none but these for a while; costs are noisy here
 
 
 @dataclass(slots=True)
@@ -198,13 +198,12 @@ class RaggedPolicy(WindowPolicy):
         self.calibration = Calibration()
         self.matches = MatchCalibration()
         self._usual = Outlook(block_size - 1)  # of a sequence of which nothing is known yet
-        self._speed = 1.0  # tokens per second lately, in terms of single tokens
-        self._pause = 0  # steps left of single tokens, since others were slower
+        self.check = SelfCheck(TOO_SLOW)
         self._rest = 0  # … since nothing else seemed to pay
         self._mask_rest = 0  # steps left without masks, since these did not seem to pay
         self._price = 0.0  # of a token more in a step of single tokens, in terms of tokens
         self._host = 0.0  # seconds of a step besides its forward
-        self._has_choice = True  # in the last step: did any sequence take any window?
+        self._has_choice = True  # here: did any sequence take any window?
 
     def _seconds_of(self, sequences: int, window: Window) -> float:
         return self.seconds(sequences, sequences * window.drafts, sequences * window.all_masks)
@@ -218,9 +217,9 @@ class RaggedPolicy(WindowPolicy):
         if not self._has_choice or self._rests(sequences):
             return least
         self.seconds.measure(len(sequences))
-        if self._pause or self.seconds.unseen >= PROBE * (2 if any(each.drafts for each in sequences) else 1):
+        if self.check.pause or self.seconds.unseen >= PROBE * (2 if any(each.drafts for each in sequences) else 1):
             return least
-        rate = max(self._speed, 1.0) * len(sequences) / (self.seconds(len(sequences)) + self._host)
+        rate = max(self.check.speed, 1.0) * len(sequences) / (self.seconds(len(sequences)) + self._host)
         rate *= CAUTION  # tokens per second that the time of this step would bring otherwise
         fewest = sum(each.drafts for each in least), sum(each.all_masks for each in least)
         without = self.seconds(len(sequences), *fewest)
@@ -388,15 +387,17 @@ class RaggedPolicy(WindowPolicy):
         outlook.learn(survival, after_hit, LEARNING)
         self._usual.learn(survival, after_hit, LEARNING / 10)
 
+    def expects(self, num_seqs: int, window: Window) -> None:  # noqa: ARG002
+        return None
+
     def observe_step(self, windows: SequenceOf[Window], tokens: int, seconds: float) -> None:
         """What a step took that emitted so many tokens; of no use while all write one token at a time."""
         if not self.seconds.is_known:
             return
         drafts, masks = sum(each.drafts for each in windows), sum(each.all_masks for each in windows)
         self.seconds.observe(len(windows), drafts, masks, seconds)
+        speed = None
         if self._has_choice and drafts + masks:
             speed = tokens / (seconds + self._host) * (self.seconds(len(windows)) + self._host) / len(windows)
-            self._speed += NEWEST / 4 * (min(speed, MOST_CHANGE) - self._speed)
-        self._pause = max(self._pause - 1, 0)
-        if self._speed < TOO_SLOW:
-            self._speed, self._pause = 1.0, PAUSE
+            speed = min(speed, MOST_CHANGE)
+        self.check.observe(speed)
