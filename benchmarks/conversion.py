@@ -2,7 +2,8 @@
 
     python benchmarks/conversion.py --base smollm2-135m-base --model smollm2-135m --prompts spec_bench.jsonl.gz
 
-Prompts are JSON lines in a format of `mars distill`; results are grouped by ``category``. Decoding is greedy.
+Prompts are JSON lines in a format of `mars distill`; results are grouped by ``category``, or by file where rows have
+none. Decoding is greedy.
 ``--texts`` names chats that were not trained on: base and model compute the loss of the answers in them.
 ``--generate`` also writes the base's answers by transformers' own ``generate`` and counts which dials write the same.
 """
@@ -23,6 +24,7 @@ import mars
 from mars.core.output import RequestOutput
 from mars.evaluation.peers import open_peer
 from mars.evaluation.provenance import collect
+from mars.method.windows import parse_window
 from mars.models import Checkpoint
 from mars.models.attention import own_attention
 from mars.training.rows import read_rows, to_prompt
@@ -39,11 +41,16 @@ DIALS = (
 )
 
 
-def read_prompts(path: Path, limit: int | None) -> tuple[list[Any], list[str]]:
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-        rows = [json.loads(line) for line in file]
-    rows = rows[:: max(1, len(rows) // limit)][:limit] if limit else rows
-    return [to_prompt(row) for row in rows], [str(row.get("category", "all")) for row in rows]
+def read_prompts(paths: Sequence[Path], limit: int | None) -> tuple[list[Any], list[str]]:
+    """Prompts, of each file at most ``limit``, and their categories: where a row names none, its file's name."""
+    prompts, categories = [], []
+    for path in paths:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+            rows = [json.loads(line) for line in file]
+        rows = rows[:: max(1, len(rows) // limit)][:limit] if limit else rows
+        prompts += [to_prompt(row) for row in rows]
+        categories += [str(row.get("category", path.name.partition(".")[0])) for row in rows]
+    return prompts, categories
 
 
 def decode(model: mars.Model, prompts: Sequence[Any], batch: int, **options: Any) -> list[RequestOutput]:
@@ -132,19 +139,25 @@ def main() -> None:
     parser.add_argument("--base", help="the model before training, for the drift")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--adapter")
-    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--prompts", type=Path, nargs="+", required=True)
     parser.add_argument("--texts", help="chats for the loss of base and model")
     parser.add_argument("--dials", nargs="+", default=list(DIALS), help='such as "exact tree lookup=15"')
     parser.add_argument("--generate", action="store_true", help="compare with transformers' generate of the base")
     parser.add_argument("--block-size", type=int)
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--batch", type=int, default=480)
+    parser.add_argument("--rows", type=int, default=64, help="requests that are decoded together")
+    parser.add_argument("--memory", type=float, help="of the cache: bytes, or on a GPU a share of what is free")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     prompts, categories = read_prompts(options.prompts, options.limit)
-    model = mars.load(options.model, adapter=options.adapter, dtype=options.dtype)
+    cache = {"max_num_seqs": options.rows, "memory": options.memory}
+    candidates = max(parse_window(with_words(name)["window"], 2).candidates for name in options.dials)
+    model = mars.load(
+        options.model, adapter=options.adapter, dtype=options.dtype, candidates=candidates, **cache
+    )  # one engine for all dials
     asked = {key: str(value) for key, value in vars(options).items()}
     record: dict[str, Any] = {"options": asked, "requests": len(prompts), "dials": {}}
     answers: dict[str, list[RequestOutput]] = {}
@@ -162,7 +175,7 @@ def main() -> None:
         ) / len(plain)
         record["dials"][name] = {"all": whole} | {category: summary(each) for category, each in groups.items()}
         print(name, {key: round(value, 4) for key, value in whole.items()}, flush=True)
-    base = mars.load(options.base, dtype=options.dtype) if options.base else None
+    base = mars.load(options.base, dtype=options.dtype, **cache) if options.base else None
     if base is not None and options.generate:
         expected = generated(base, prompts, options.max_new_tokens)
         for name, found in answers.items():

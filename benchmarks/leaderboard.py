@@ -121,7 +121,7 @@ def main() -> None:
         recipes = {name: vary(recipe, change, options.work / name.replace(" ", "-")) for name, change in wanted.items()}
     except MarsError as error:
         parser.error(str(error))
-    prompts, kinds = read_prompts(options.prompts, options.limit)
+    prompts, kinds = read_prompts([options.prompts], options.limit)
     asked = {"prompts": len(prompts), "max_new_tokens": options.max_new_tokens}
     known = json.loads(options.out.read_text()) if options.out.exists() else {"asked": asked, "runs": {}}
     if known["asked"] != asked:

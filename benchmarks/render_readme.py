@@ -161,12 +161,12 @@ def ways(read: Read) -> str:
     return (
         _paragraph(
             f"""- **A server** with OpenAI's API, JSON schemas, tool calls, a chat page and a dial that turns while it
-            serves: {served:.1f} times the tokens per second of vLLM's server with 32 clients on one H200.
-            [Serving](docs/guides/serving.md)"""
+            serves: {served:.1f} times the tokens per second of vLLM's server with 32 clients on one H200,
+            with an earlier adapter. [Serving](docs/guides/serving.md)"""
         )
         + _paragraph(
             f"""- **Inside vLLM**, as a plugin: {min(inside):.1f} to {max(inside):.1f} times vLLM's own speed at 1 to
-            {SIZES[-1]} requests on one H200. [vLLM](docs/guides/vllm.md)"""
+            {SIZES[-1]} requests on one H200, with an earlier adapter. [vLLM](docs/guides/vllm.md)"""
         )
         + _paragraph(
             f"""- **On a CPU**, through one C file compiled for your processor: {whole(min(one))} to {whole(max(one))}

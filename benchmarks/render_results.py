@@ -34,6 +34,7 @@ QWEN = "conversion-qwen2.5-coder-0.5b"
 SIZES = (1, 8, 32, 128, 256)
 CHANCE = {"mmlu_pro": 10, "gpqa": 25}  # percent, by guessing among ten and four choices
 TASKS = ("ifeval", "bbh", "mmlu_pro", "gpqa", "gsm8k", "humaneval")
+TITLES = ("IFEval", "BBH", "MMLU-Pro", "GPQA", "GSM8K", "HumanEval")
 
 
 def find(rows: Sequence[Row], **wanted: object) -> Row:
@@ -144,6 +145,22 @@ def shape(read: Read) -> Table:
     return [[*head, "plugin, exact", "plugin, threshold=0"], *map(line, (1, 4, 16, 64))]
 
 
+def adapter(read: Read) -> Table:
+    shapes = [read(f"adapter-speed-{name}")["rows"] for name in ("h200", "h200-7b")]
+
+    def cells(rows: Sequence[Row], size: int, window: str) -> str:
+        mine = [row for row in rows if (row["batch_size"], row["window"]) == (size, window)]
+        return next(
+            (f"{row['ms_per_step']:.2f} ({times(row['ratio'], 2)})" for row in mine if row["form"] != "merged"), ""
+        )
+
+    def line(size: int) -> list[str]:
+        return [str(size), *(cells(rows, size, window) for rows in shapes for window in ("one-token", "chain"))]
+
+    head = ["requests", "built-in, one-token", "chain", "7B shape, one-token", "chain"]
+    return [head, *map(line, sorted({row["batch_size"] for row in shapes[0]}))]
+
+
 def decoders(read: Read) -> Table:
     rows = read("paper-decoders-h200")["rows"]
     named = {
@@ -223,10 +240,20 @@ def scores(read: Read) -> Table:
             f"{average['tokens_per_forward']:.2f}",
         ]
 
-    head = ["", "IFEval", "BBH", "MMLU-Pro", "GPQA", "GSM8K", "HumanEval", "average"]
+    head = ["", *TITLES, "average"]
     head += ["without MMLU-Pro and GPQA", "tokens per forward"]
     models = (("SmolLM2", "smollm2-135m"), ("Qwen", "qwen2.5-coder-0.5b"))
     return [head, *(line(*model, *each) for model in models for each in wanted)]
+
+
+def same_answers(read: Read) -> Table:
+    rows = read("same-answers-smollm2-135m")["rows"]
+
+    def line(dial: str) -> list[str]:
+        mine = [find(rows, task=task, dial=dial) for task in TASKS]
+        return [dial, *(f"{row['identical']} of {row['items']}" for row in mine)]
+
+    return [["", *TITLES], line("one-token"), line("exact")]
 
 
 def server(read: Read) -> Table:
@@ -247,6 +274,23 @@ def server(read: Read) -> Table:
         line("`mars serve`, `exact`", "mars serve"),
         line("`vllm serve`", "vllm serve"),
     ]
+
+
+def ramp(read: Read) -> Table:
+    def line(row: Row) -> list[str]:
+        speeds, latencies = (
+            [each[dial] for dial in ("one-token", "exact")] for each in (row["tokens_per_second"], row["p99_ms"])
+        )
+        return [
+            str(row["requests"]),
+            *map(whole, speeds),
+            f"{row['ratio']:.2f}",
+            f"{row['slowest_second']:.2f}",
+            *map(str, latencies),
+        ]
+
+    head = ["requests", "one-token, tokens/s", "exact", "over one-token", "its slowest second over one-token's mean"]
+    return [[*head, "ms per token, p99, one-token", "exact"], *map(line, read("serving-ramp-cpu")["rows"])]
 
 
 def cpu(read: Read) -> Table:
@@ -300,11 +344,14 @@ TABLES: dict[str, Callable[[Read], Table]] = {
     "ar-cost": ar_cost,
     "engine": engine,
     "shape": shape,
+    "adapter": adapter,
     "decoders": decoders,
     "vllm": vllm,
     "training": training,
     "scores": scores,
+    "same-answers": same_answers,
     "server": server,
+    "ramp": ramp,
     "cpu": cpu,
     "cpu-load": partial(cpu_load, name="cpu-speed-load"),
     "cpu-slow-memory": partial(cpu_load, name="cpu-speed-slow-memory"),

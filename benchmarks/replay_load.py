@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     checkpoint = mars.load(args.model, dtype="bfloat16").checkpoint
-    every, _ = read_prompts(args.prompts, None)
+    every, _ = read_prompts([args.prompts], None)
     known = [tokens for each in every if len(tokens := checkpoint.encode(each)) <= args.longest]
     points, rows = read_steps(args.steps), list[dict[str, Any]]()
     for count in map(int, args.requests.split(",")):

@@ -38,6 +38,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     dials = sorted({file.stem.split(".", 1)[1] for file in (args.converted / "answers").iterdir()})
+    if not dials:
+        sys.exit(f"{args.converted} has no answers: did its run reach its end?")
     rows = []
     for task in ALL:
         base = answers(args.base, task, "one-token")

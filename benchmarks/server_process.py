@@ -15,7 +15,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import cycle, takewhile
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -73,6 +74,8 @@ class Streamed:
     ended: float = 0.0
     chunks: int = 0
     figures: dict[str, Any] | None = None
+    by_second: dict[str, int] = field(default_factory=dict)
+    """Chunks by the second in which they came"""
 
     @property
     def per_token(self) -> float | None:
@@ -94,7 +97,8 @@ def stream(address: str, body: dict[str, Any]) -> Streamed:
     for line in response:
         if line.startswith(b"data: {"):
             seen.chunks += 1
-            last = line
+            last, second = line, str(int(time.time()))
+            seen.by_second[second] = seen.by_second.get(second, 0) + 1
             if not seen.first and b'"content":""' not in line and b'"content": ""' not in line:
                 seen.first = time.time() - seen.started
     seen.ended = time.time()
@@ -113,6 +117,8 @@ class Lane:
     bodies: list[dict[str, Any]]
     delay: float = 0.0
     """Seconds until the first"""
+    until: float | None = None
+    """Seconds after which none is begun; before that, the requests are repeated"""
 
 
 def ask_all(address: str, lanes: Sequence[Lane], processes: int) -> list[Streamed]:
@@ -142,7 +148,10 @@ def _be_clients(address: str) -> None:
 
     def drive(lane: Lane) -> list[Streamed]:
         time.sleep(max(0.0, start + lane.delay - time.time()))
-        return [stream(address, body) for body in lane.bodies]
+        if lane.until is None:
+            return [stream(address, body) for body in lane.bodies]
+        end = start + lane.until
+        return [stream(address, body) for body in takewhile(lambda _: time.time() < end, cycle(lane.bodies))]
 
     with ThreadPoolExecutor(max(1, len(lanes))) as threads:
         print(json.dumps([[asdict(one) for one in each] for each in threads.map(drive, lanes)]))

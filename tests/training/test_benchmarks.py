@@ -47,7 +47,7 @@ def test_a_leaderboard_goes_on_where_it_was(chat_model: Path, chats: Path, tmp_p
     assert set(second) == {"ours", "no head"} and second["ours"] == first["ours"]
     for found in second.values():
         assert found["scores"].keys() == {"chain", "tree", "chain, temperature 0.7"}
-        assert all(set(each) == {"all", "up"} and each["all"] >= 1 for each in found["scores"].values())
+        assert all(set(each) == {"all", "up", "prompts"} and each["all"] >= 1 for each in found["scores"].values())
     config = json.loads((tmp_path / "work/no-head/recipe.json").read_text())
     assert config["markov_rank"] == 0 and config["lora"] == {"r": 4}
 
@@ -56,5 +56,5 @@ def test_conversion(chat_model: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc", "category": "up"}\n{"turns": ["fed", "cba"]}\n')
     options = [f"--model={chat_model}", f"--base={chat_model}", "--dials", "one-token", "--max-new-tokens=8"]
     record = run("conversion.py", tmp_path / "out.json", *options, f"--prompts={tmp_path / 'prompts.jsonl'}")
-    assert set(record["dials"]["one-token"]) == {"all", "up"}
+    assert set(record["dials"]["one-token"]) == {"all", "up", "prompts"}
     assert record["drift"]["base_on_base"] == record["drift"]["model_on_base"] == record["drift"]["base_on_model"]
