@@ -13,14 +13,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mars.engine.kernels import attention, invariant_attention, layers, products
+from mars.engine.kernels import attention, invariant_attention, layers, markov, products
 
 SHARED = {80: 163, 89: 99, 90: 227}  # KiB that a program may have, by compute capability
-LONG = {"tokens", "items", "rows", "table", "slots", "cursors", "reach", "positions", "lengths"}
+LONG = {"tokens", "items", "rows", "table", "slots", "cursors", "reach", "positions", "lengths", "before"}
 FLOATS = {"part_mixed", "part_most", "part_total"}
 NUMBERS = {"scale": "fp32", "epsilon": "fp32", "mask_token": "i64"}
 COUNTS = {"query_head", "query_token", "key_head", "key_token", "value_head", "value_token", "new_head", "new_token"}
-COUNTS |= {"num_tokens", "rank", "splits", "most_parts", "last_position"}
+COUNTS |= {"num_tokens", "rank", "splits", "most_parts", "last_position", "masks"}
 EVEN = {"inputs", "outputs", "set_size", "part_size", "stride", "table_slot"}  # multiples of 16
 ROW = {"SIZE": 576, "SIZE_UP": 1024}
 ROTARY = {"WIDTH": 7, "HEADS": 28, "SHARED": 4, "ALL_UP": 64, "SIZE": 128, "HALF_UP": 64, "PAGE": 16}
@@ -109,6 +109,9 @@ def main() -> None:
             kinds.add(compile_for(capability, invariant_attention._attend, ATTENTION | KEYS | window, options))
         assert len(kinds) == 1 and all(kinds), kinds
         compile_attention(capability)
+        head = {"VOCABULARY": 49152, "RANK": 128, "RANKS": 128, "OUTPUTS": markov.OUTPUTS, "PRECISE": False}
+        kinds = {compile_for(capability, markov._add_head, head | {"MASKS": masks}, {}) for masks in (16, 32, 64)}
+        assert len(kinds) == 1 and all(kinds), kinds
         options["num_stages"] = 3
         compile_for(capability, invariant_attention._combine, ATTENTION | {"WIDTH": 16}, options)
         for kernel, constants in (

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from copy import deepcopy
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from mars.core.request import Request
 from mars.core.sequence import Sequence
 from mars.engine.device_state import DeviceState
 from mars.engine.step import GRAMMAR, StepInputs, StepOutputs
-from mars.method.acceptance import Decision, Dial, decide, decide_by, logprobs, written_tokens
+from mars.method.acceptance import NO_TOKEN, Decision, Dial, decide, decide_by, logprobs, written_tokens
 from mars.method.markov import MarkovHead
 from mars.method.sampling import bias_tensor, token_mask
 from mars.method.windows import NO_GROUP, Candidates, Window, WindowBatch
@@ -108,6 +109,7 @@ def assert_same_candidates(found: Candidates, expected: Candidates) -> None:
 
 
 FLOATS = torch.float32, torch.bfloat16
+HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter's products know no bfloat16
 LARGE = [] if DEVICE.type == "cpu" else [(size, each) for size in (5003, 49152, 151936) for each in FLOATS]
 
 
@@ -138,20 +140,36 @@ def test_the_kernel_decides_as_pytorch_does(vocabulary: int, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("window", [TREE, CANDIDATES], ids=str)
-@pytest.mark.parametrize("is_invariant", [False, True])
-def test_a_mask_follows_the_token_before_it(is_invariant: bool, window: Window) -> None:
+def test_a_mask_follows_the_token_before_it(window: Window) -> None:
     windows, logits, inputs, state = step(50, torch.float32, window)
     head = MarkovHead(50, 8).to(DEVICE).requires_grad_(False)
     head.after.normal_()
     expected, _, _ = by_torch(windows, logits, inputs, state, head=head)
     ends = token_mask(ENDS, 50).to(DEVICE)
-    choices = KernelChoices(logits, windows.drafts, inputs, state, ends, 1, head, is_invariant)
+    choices = KernelChoices(logits, windows.drafts, inputs, state, ends, 1, head)
     found = decide_by(choices, windows, state.cursor[inputs.slots], state.drafts_emitted[inputs.slots])
     ahead = torch.arange(found.drafts.shape[1], device=DEVICE) < found.draft_count[:, None]
     assert ahead.any() and torch.equal(found.drafts[ahead], expected.drafts[ahead])
     assert_same_candidates(found.candidates, expected.candidates)
     without, _, _ = by_torch(windows, logits, inputs, state)
     assert not torch.equal(found.drafts[ahead], without.drafts[ahead])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(("vocabulary", "rank", "masks"), [(50, 8, 1), (300, 40, 17), (130, 200, 70)])
+def test_what_the_head_adds(vocabulary: int, rank: int, masks: int, dtype: torch.dtype) -> None:
+    head = MarkovHead(vocabulary, rank).to(DEVICE, dtype).requires_grad_(False)
+    head.after.normal_()
+    logits = torch.randn(90, vocabulary, device=DEVICE).to(dtype)
+    rows, before = torch.randint(90, (masks,), device=DEVICE), torch.randint(vocabulary, (masks,), device=DEVICE)
+    before[::5] = NO_TOKEN
+    added = torch.where((before == NO_TOKEN)[:, None], 0.0, deepcopy(head).double()(before.clamp(min=0)))
+    expected = (logits[rows].double() + added).to(dtype)
+    found = torch.ops.mars.add_head(logits, rows, before, head.before, head.after)
+    torch.testing.assert_close(found, expected)
+    if DEVICE.type == "cuda":  # the interpreter multiplies through NumPy
+        alone = torch.ops.mars.add_head(logits, rows[-1:], before[-1:], head.before, head.after)
+        assert torch.equal(alone, found[-1:]), "the bits depend on the number of masks"
 
 
 COMPILE = """

@@ -96,7 +96,6 @@ class GraphRunner(Runner):
         choices = self._choices(
             *(logits, windows.drafts, inputs, state, self._ends, -1 if mask is None else mask),
             self.checkpoint.head,
-            is_invariant=self._invariant is not None,
             wants_shares=self._wants_shares(inputs),
         )
         emitted = state.drafts_emitted[inputs.slots]

@@ -271,17 +271,6 @@ def expand(y: Tensor, b: Tensor, sizes: list[int], num_text: int | Tensor, tile:
     )
 
 
-@torch.library.custom_op("mars::product", mutates_args=())
-def product_op(x: Tensor, weight: Tensor) -> Tensor:
-    """`product`, for functions that are compiled."""
-    return product(x, weight)
-
-
-@product_op.register_fake
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])  # len() would make the size static
-
-
 @torch.library.custom_op("mars::two_sets", mutates_args=())
 def two_sets_op(x: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
     """`product` with two sets of weights; in float32 by cuBLAS, since Triton multiplies without tensor cores there."""

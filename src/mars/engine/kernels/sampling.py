@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from mars.engine.device_state import DeviceState
-from mars.engine.kernels import products  # noqa: F401, it defines operators
+from mars.engine.kernels import markov, products  # noqa: F401, they define operators
 from mars.engine.step import BIASED, FLOATS, GRAMMAR, INTEGERS, LOGPROBS, StepInputs
-from mars.method.acceptance import MEASURES, NO_TOKEN, TOP_LOGPROBS, Predictions
+from mars.method.acceptance import MEASURES, TOP_LOGPROBS, Predictions
 from mars.method.markov import MarkovHead
 
 READ = (  # what the kernel reads of a step's inputs
@@ -397,7 +397,6 @@ class KernelChoices:
     ends: Tensor  # (vocabulary,): is it an end token?
     banned: int  # a token that is never sampled, or -1
     head: MarkovHead | None = None
-    is_invariant: bool = False  # shall what the head adds not depend on the number of masks?
     wants_shares: bool = False
 
     def verify(self, rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
@@ -413,16 +412,8 @@ class KernelChoices:
     ) -> Predictions:
         if self.head is None or before is None:
             return self._choose(self.logits, rows, at, accepted, ranks)
-        logits = self.logits[rows.flatten()]
-        before = before.flatten()
-        first, second = (each.to(logits.dtype) for each in (self.head.before[before.clamp(min=0)], self.head.after))
-        if ranks > 1:
-            first = torch.where((before == NO_TOKEN)[:, None], 0.0, first)
-        logits = (
-            logits + torch.ops.mars.product(first, second)
-            if self.is_invariant
-            else torch.addmm(logits, first, second.T)
-        )
+        given = (each.flatten().contiguous() for each in (rows, before))
+        logits: Tensor = torch.ops.mars.add_head(self.logits, *given, self.head.before, self.head.after)
         rows = torch.arange(len(logits), device=rows.device).view_as(rows)
         return self._choose(logits, rows, at, accepted, ranks)
 
