@@ -194,6 +194,12 @@ def state(llm: Any) -> dict[str, Any]:
     return next(each for each in llm.collective_rpc("mars_state") if each)
 
 
+def measured(llm: Any) -> list[tuple[int, float]]:
+    """Steps that were measured, and their tokens per sequence and step, for each load and length."""
+    loads = llm.llm_engine.engine_core.engine_core.scheduler._masks_by_load._loads
+    return [(speed.count, speed.tokens) for load in loads.values() for speed in load.speeds.values()]
+
+
 def metrics(llm: Any) -> dict[str, int]:
     return {
         each.name.removeprefix("vllm:spec_decode_num_"): each.value
@@ -262,6 +268,7 @@ def main(folder: str, gated: str) -> dict[str, Any]:
         told[dial] = {"text": write(mars, ROWS, dial=dial), "before": before, "after": state(mars)}
         told[dial]["metrics"] = {name: count - start[name] for name, count in metrics(mars).items()}
         told[dial]["decided"] = write(mars, ROWS, dial=dial, allowed_token_ids=ALL)
+    told["measured"] = measured(mars)
     mars.collective_rpc("mars_turn", args=("one-token",))
     before, start = state(mars), metrics(mars)
     told["turned"] = {"text": write(mars, ROWS), "before": before, "after": state(mars)}

@@ -56,6 +56,12 @@ def test_the_scheduler_counts_what_the_device_counts(told: dict[str, Any]) -> No
         assert told[state]["tokens"] == told[state]["forwards"] + told[state]["accepted"]
 
 
+def test_the_scheduler_measures_steps(told: dict[str, Any]) -> None:
+    """A step may have been dispatched for a sequence that had already ended, and writes nothing of it."""
+    assert sum(count for count, _ in told["measured"]) > 20
+    assert all(0.5 < tokens <= 4 for _, tokens in told["measured"])
+
+
 @pytest.mark.parametrize("dial", ["relaxed=0.1", "threshold=0.1"])
 def test_looser_dials_write_faster(told: dict[str, Any], dial: str) -> None:
     assert told[dial]["text"] == told[dial]["decided"]  # by the kernel, and by the plain version

@@ -25,7 +25,7 @@ def test_what_vllm_is_told(model: Path) -> None:
     found = config(model)
     assert found.speculative_config.num_speculative_tokens == 6
     told = found.additional_config["mars"]
-    expected = {"mask": 49152, "masks": 3, "dial": "exact", "windows": {}, "adapter": str(model)}
+    expected = {"mask": 49152, "masks": 3, "dial": "exact", "windows": {}, "measures": False, "adapter": str(model)}
     assert told == expected | {"adapter_revision": None, "adapter_digest": told["adapter_digest"]}
 
 
@@ -141,7 +141,8 @@ def test_on_a_gpu_scheduling_is_asynchronous(model: Path, monkeypatch: pytest.Mo
     asked = asynchronous(model, monkeypatch, max_num_seqs=20)
     assert asked.speculative_config == {"method": "ngram_gpu", "model": "mars", "num_speculative_tokens": 6}
     assert asked.scheduler_cls.endswith("AsyncMarsScheduler")
-    assert asked.additional_config["mars"]["windows"] == {257: 0}  # a small model has windows at any load
+    told = asked.additional_config["mars"]
+    assert (told["windows"], told["measures"]) == ({257: 0}, True)  # a small model has windows at any load
     assert asked.cudagraph_capture_sizes[:3] == [7, 14, 21]
     assert 140 in asked.cudagraph_capture_sizes and asked.cudagraph_capture_sizes[-1] >= 140 + 512
     assert all(size % 7 == 0 for size in asked.cudagraph_capture_sizes)
@@ -149,6 +150,7 @@ def test_on_a_gpu_scheduling_is_asynchronous(model: Path, monkeypatch: pytest.Mo
 
 def test_windows_and_graphs_that_a_user_asks_for(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = asynchronous(model, monkeypatch, speculative_config={"method": "mars", "windows": {"9": 0}})
+    assert not asked.additional_config["mars"]["measures"]
     assert asked.cudagraph_capture_sizes[:6] == [7, 14, 21, 28, 42, 56]
     assert asked.cudagraph_capture_sizes[-1] > 512  # for single tokens, which all others have
     assert asynchronous(model, monkeypatch, max_cudagraph_capture_size=70).cudagraph_capture_sizes is None
@@ -167,7 +169,7 @@ def test_a_large_model_has_windows_for_fewer_sequences(tmp_path: Path) -> None:
     asked = SimpleNamespace(
         hf_config_path=None, model=str(tmp_path), revision=None, trust_remote_code=False, tensor_parallel_size=1
     )
-    assert _most_sequences(asked, 3) == 46
+    assert (_most_sequences(asked, 3), _most_sequences(asked, 1)) == (46, 107)
     asked.tensor_parallel_size = 4
     assert 46 < _most_sequences(asked, 3) < 256
 

@@ -121,7 +121,8 @@ def translate(arguments: Any) -> None:
     arguments.speculative_config = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 2 * masks}
     if asynchronous:
         if "windows" not in asked:
-            options = replace(options, windows={_most_sequences(arguments, masks) + 1: 0})
+            guess = {_most_sequences(arguments, masks) + 1: 1, _most_sequences(arguments, 1) + 1: 0}
+            options = replace(options, windows=guess, measures=True)
         _use_second_runner(arguments, options)
     arguments.additional_config = {**(arguments.additional_config or {}), METHOD: asdict(options)}
     endpoints.install()
@@ -175,7 +176,7 @@ def _use_second_runner(arguments: Any, options: Options) -> None:
 
 
 def _most_sequences(arguments: Any, masks: int) -> int:
-    """How many sequences can have windows while these cost little more than single tokens."""
+    """How many sequences can have windows while these cost little more than single tokens, by the model's size."""
     config = _text_config(arguments)
     hidden = config.hidden_size
     inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None) or 4 * hidden

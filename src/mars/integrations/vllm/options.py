@@ -25,6 +25,7 @@ class Options:
     masks: int
     dial: str
     windows: dict[int, int]  # masks per window from so many running sequences on
+    measures: bool = False  # are those only the first guess, until it is known what is fastest?
     adapter: str | None = None  # folder or hub id of a gated adapter
     adapter_revision: str | None = None
     adapter_digest: str | None = None  # of the adapter's config

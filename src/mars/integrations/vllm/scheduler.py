@@ -3,6 +3,7 @@
 Mask tokens are always rejected: counted as drafts, they would lower the acceptance rate.
 """
 
+import time
 from importlib import import_module
 from typing import Any
 
@@ -11,6 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from mars.integrations.vllm import hooks
 from mars.integrations.vllm.hooks import Method
+from mars.integrations.vllm.load import MasksByLoad
 from mars.integrations.vllm.options import Options, own_dial
 from mars.method.acceptance import Dial
 
@@ -40,9 +42,6 @@ class MarsScheduler(UnpaddedScheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
 
-PATIENCE = 8  # steps for which the load must have allowed longer windows before they are fed
-
-
 class AsyncMarsScheduler(UnpaddedScheduler, AsyncScheduler):
     """Of the asynchronous path. It sees no drafts, but what a sequence emits says how many its next window has."""
 
@@ -52,8 +51,10 @@ class AsyncMarsScheduler(UnpaddedScheduler, AsyncScheduler):
         self._own: dict[str, Dial] = {}  # dials of requests that have one
         self._drafts: dict[str, int] = {}  # drafts in each request's next window
         self._next = self.options.masks
-        self._masks, self._calm = self.options.masks, 0
-        """Masks per window, and for how many steps the load has allowed more"""
+        lengths = {self.options.masks, *self.options.windows.values()} if self.options.measures else ()
+        largest = self.vllm_config.compilation_config.max_cudagraph_capture_size
+        self._masks_by_load = MasksByLoad(self.options.masks_for, lengths, largest)
+        self._updated: float | None = None  # when the last step's results came, if the engine was busy since
         _follow_dial()
 
     def add_request(self, request: Any) -> None:
@@ -63,17 +64,9 @@ class AsyncMarsScheduler(UnpaddedScheduler, AsyncScheduler):
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         """The next step's windows: all sequences have windows of one length, so that there is a graph for the step."""
-        masks = self._masks_by_load() if self._any_uses_masks() else 0
+        masks = self._masks_by_load(len(self.running)) if self._any_uses_masks() else 0
         scheduler_output.num_spec_tokens_to_schedule = 2 * masks
         super()._update_after_schedule(scheduler_output)
-
-    def _masks_by_load(self) -> int:
-        """Fewer at once, more after a while: every change of length loses the drafts of a step."""
-        masks = self.options.masks_for(len(self.running))
-        self._calm = self._calm + 1 if masks > self._masks else 0
-        if masks < self._masks or self._calm >= PATIENCE:
-            self._masks, self._calm = masks, 0
-        return self._masks
 
     def _any_uses_masks(self) -> bool:
         if len(self._own) < len(self.running) and self.dial.uses_masks:
@@ -90,11 +83,24 @@ class AsyncMarsScheduler(UnpaddedScheduler, AsyncScheduler):
         self._next = scheduler_output.num_spec_tokens_to_schedule // 2
         scheduler_output.num_invalid_spec_tokens = {}
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._measure(scheduler_output, outputs)
         for table in (self._drafts, self._own):
             if len(table) > 2 * len(self.requests) + 64:
                 for request in table.keys() - self.requests.keys():
                     del table[request]
         return outputs
+
+    def _measure(self, scheduler_output: Any, outputs: Any) -> None:
+        """What a step without prompts wrote since the one before it."""
+        before, self._updated = self._updated, time.perf_counter() if self.running else None
+        scheduled = scheduler_output.num_scheduled_tokens
+        lengths = {len(each) for each in scheduler_output.scheduled_spec_decode_tokens.values()} or {0}
+        length = max(lengths)
+        if before is None or not scheduled or any(count != 1 + length for count in scheduled.values()):
+            return
+        written = sum(len(each.new_token_ids) for group in outputs.values() for each in group.outputs)
+        seconds = (self._updated or time.perf_counter()) - before
+        self._masks_by_load.observe(len(scheduled), length // 2, written, seconds)
 
     def make_spec_decoding_stats(
         self,
