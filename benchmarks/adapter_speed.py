@@ -1,10 +1,13 @@
-"""Time of a step with a gated adapter, over that of a merged model, for a shape with random weights. Needs a GPU.
+"""Time of a step with a gated adapter, over that of a merged model.
 
     python benchmarks/adapter_speed.py --shape smollm2-135m --batch-sizes 1,2,4,8,16,32 --rank 128 --out adapter.json
+    python benchmarks/adapter_speed.py --cpu int8,bfloat16,float32 --batch-sizes 1,2,4,8 --out adapter-cpu.json
 
-Steps are captured CUDA graphs as the engine replays them: a chain of block size 4, and one token. Each form of the
-adapter's products is timed, in turns with the merged model, best of three. With ``--tune``, tiles of the kernels are
-timed for each product of a layer instead, and the fastest are printed as ``mars.engine.kernels.products`` has them.
+With ``--cpu``, steps of the built-in model on a CPU in these precisions; its base stands for a merged model. Otherwise
+a shape with random weights on a GPU, where steps are captured CUDA graphs as the engine replays them. A step is a
+chain of block size 4, or one token. Each form of the adapter's products is timed, in turns with the merged model, best
+of three. With ``--tune``, tiles of the kernels are timed for each product of a layer instead, and the fastest are
+printed as ``mars.engine.kernels.products`` has them.
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,10 +30,12 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mars.engine import Engine, compilation, cuda_graphs, memory_for
-from mars.engine.cuda_graphs import GraphRunner, padded_size
+from mars.engine.cuda_graphs import GraphRunner
+from mars.engine.runner import Runner
 from mars.evaluation.provenance import collect
 from mars.method.windows import Window
-from mars.models import Checkpoint, Settings
+from mars.models import Checkpoint, Settings, load_checkpoint
+from mars.models.builtin import NAME
 from mars.models.gated import GatedAdapter, layer_sizes
 
 BLOCK_SIZE = 4
@@ -72,19 +79,33 @@ def runner_of(checkpoint: Checkpoint, form: str, most: int) -> GraphRunner:
     return engine._runner
 
 
-def steps(args: argparse.Namespace, sizes: list[int]) -> list[dict[str, Any]]:
+def gpu_runners(args: argparse.Namespace, most: int) -> dict[str, Runner]:
     forms = [each for each in FORMS if each in ("merged", *args.forms.split(","))]
-    runners = {
-        form: runner_of(checkpoint_of(args.shape, form, args.rank, args.markov_rank), form, max(sizes))
-        for form in forms
-    }
     cuda_graphs.REPEATS = REPEATS
+    made = ((form, checkpoint_of(args.shape, form, args.rank, args.markov_rank)) for form in forms)
+    return {form: runner_of(checkpoint, form, most) for form, checkpoint in made}
+
+
+def cpu_runners(precision: str, most: int) -> dict[str, Runner]:
+    base, gated = (load_checkpoint(name, device="cpu", dtype=precision) for name in (f"{NAME}-base", NAME))
+    merged = replace(base, settings=Settings(5, block_size=BLOCK_SIZE, dial="exact"))
+    forms = {"merged": merged, f"gated, {precision}": gated}
+    return {
+        form: Engine(each, block_size=BLOCK_SIZE, max_num_seqs=most, memory=2**30)._runner
+        for form, each in forms.items()
+    }
+
+
+def compare(runners: dict[str, Runner], sizes: list[int]) -> list[dict[str, Any]]:
+    """In turns; a GPU's runner repeats a step by itself."""
     rows: list[dict[str, Any]] = []
     for name, size in product(WINDOWS, sizes):
         best = dict.fromkeys(runners, float("inf"))
         for _ in range(TURNS):
             for form, runner in runners.items():
-                best[form] = min(best[form], runner.time_step(padded_size(size), WINDOWS[name]))
+                repeats = 1 if isinstance(runner, GraphRunner) else REPEATS
+                times = [runner.time_step(runner.padded_size(size), WINDOWS[name]) for _ in range(repeats)]
+                best[form] = min(best[form], median(times))
         for form, seconds in best.items():
             ratio = seconds / best["merged"]
             rows.append(
@@ -228,6 +249,7 @@ def tune_expand(shape: dict[str, Any], sizes: list[int], rank: int) -> list[dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
+    parser.add_argument("--cpu", help="precisions of the built-in model on a CPU, with commas between")
     parser.add_argument("--batch-sizes", default="1,2,4,8,16,32")
     parser.add_argument("--rank", type=int, default=128)
     parser.add_argument("--markov-rank", type=int, default=0, help="of a Markov head, which the merged model has not")
@@ -237,13 +259,20 @@ def main() -> None:
     args = parser.parse_args()
     sizes, shape = [int(each) for each in args.batch_sizes.split(",")], SHAPES[args.shape]
     with torch.inference_mode():
-        if args.tune == "two sets":
+        if args.cpu:
+            rows = [row for each in args.cpu.split(",") for row in compare(cpu_runners(each, max(sizes)), sizes)]
+        elif args.tune == "two sets":
             rows = tune_two_sets(shape, sizes)
         elif args.tune == "low rank":
             rows = tune_expand(shape, sizes, args.rank)
         else:
-            rows = steps(args, sizes)
-    facts = {"shape": args.shape, "rank": args.rank, "markov_rank": args.markov_rank, "provenance": collect()}
+            precisions = args.cpu.split(",") if args.cpu else []
+            compared = (
+                (cpu_runners(each, max(sizes)) for each in precisions) if args.cpu else [gpu_runners(args, max(sizes))]
+            )
+            rows = [row for runners in compared for row in compare(runners, sizes)]
+    made = {"shape": args.shape, "rank": args.rank, "markov_rank": args.markov_rank}
+    facts = ({} if args.cpu else made) | {"provenance": collect()}
     args.out.write_text(json.dumps(facts | {"rows": rows}, indent=2) + "\n")
 
 
