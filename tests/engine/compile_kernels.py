@@ -17,7 +17,7 @@ from mars.engine.kernels import attention, invariant_attention, layers, markov, 
 
 SHARED = {80: 163, 89: 99, 90: 227}  # KiB that a program may have, by compute capability
 LONG = {"tokens", "items", "rows", "table", "slots", "cursors", "reach", "positions", "lengths", "before"}
-FLOATS = {"part_mixed", "part_most", "part_total"}
+FLOATS = {"part_mixed", "part_most", "part_total", "peaks", "masses"}
 NUMBERS = {"scale": "fp32", "epsilon": "fp32", "mask_token": "i64"}
 COUNTS = {"query_head", "query_token", "key_head", "key_token", "value_head", "value_token", "new_head", "new_token"}
 COUNTS |= {"num_tokens", "rank", "splits", "most_parts", "last_position", "masks"}
@@ -109,9 +109,10 @@ def main() -> None:
             kinds.add(compile_for(capability, invariant_attention._attend, ATTENTION | KEYS | window, options))
         assert len(kinds) == 1 and all(kinds), kinds
         compile_attention(capability)
-        head = {"VOCABULARY": 49152, "RANK": 128, "RANKS": 128, "OUTPUTS": markov.OUTPUTS, "PRECISE": False}
+        head = {"VOCABULARY": 49152, "RANK": 128, "RANKS": 128, "PART": markov.PART, "PRECISE": False}
         kinds = {compile_for(capability, markov._add_head, head | {"MASKS": masks}, {}) for masks in (16, 32, 64)}
-        assert len(kinds) == 1 and all(kinds), kinds
+        products_of = {frozenset(each for each in kind if each[0] == "m") for kind in kinds}  # masses may differ
+        assert len(products_of) == 1 and all(products_of), kinds
         options["num_stages"] = 3
         compile_for(capability, invariant_attention._combine, ATTENTION | {"WIDTH": 16}, options)
         for kernel, constants in (

@@ -23,6 +23,7 @@ from mars.method.sampling import bias_tensor, token_mask
 from mars.method.windows import NO_GROUP, Candidates, Window, WindowBatch
 
 pytest.importorskip("triton")
+from mars.engine.kernels.markov import PART
 from mars.engine.kernels.sampling import KernelChoices
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -91,9 +92,10 @@ def by_torch(
     state: DeviceState,
     allowed: torch.Tensor | None = None,
     head: MarkovHead | None = None,
+    mask: int | None = 1,
 ) -> tuple[Decision, torch.Tensor, torch.Tensor]:
     vocabulary = logits.shape[1]
-    banned = bias_tensor([SamplingParams()], vocabulary, 1).to(DEVICE)
+    banned = bias_tensor([SamplingParams()], vocabulary, mask).to(DEVICE)
     sampling = inputs.sampling(banned + state.logit_bias(inputs), token_mask(ENDS, vocabulary).to(DEVICE))
     where = {"positions": state.cursor[inputs.slots], "emitted": state.drafts_emitted[inputs.slots]}
     history = {"seen": state.seen[inputs.slots], "counts": state.counts[inputs.slots]}
@@ -140,19 +142,42 @@ def test_the_kernel_decides_as_pytorch_does(vocabulary: int, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("window", [TREE, CANDIDATES], ids=str)
-def test_a_mask_follows_the_token_before_it(window: Window) -> None:
-    windows, logits, inputs, state = step(50, torch.float32, window)
-    head = MarkovHead(50, 8).to(DEVICE).requires_grad_(False)
+@pytest.mark.parametrize("mask", [1, None], ids=["in the vocabulary", "outside"])
+def test_a_mask_follows_the_token_before_it(mask: int | None, window: Window) -> None:
+    windows, logits, inputs, state = step(150, torch.float32, window)
+    head = MarkovHead(150, 8).to(DEVICE).requires_grad_(False)
     head.after.normal_()
-    expected, _, _ = by_torch(windows, logits, inputs, state, head=head)
-    ends = token_mask(ENDS, 50).to(DEVICE)
-    choices = KernelChoices(logits, windows.drafts, inputs, state, ends, 1, head)
+    expected, _, _ = by_torch(windows, logits, inputs, state, head=head, mask=mask)
+    ends = token_mask(ENDS, 150).to(DEVICE)
+    choices = KernelChoices(logits, windows.drafts, inputs, state, ends, -1 if mask is None else mask, head)
     found = decide_by(choices, windows, state.cursor[inputs.slots], state.drafts_emitted[inputs.slots])
     ahead = torch.arange(found.drafts.shape[1], device=DEVICE) < found.draft_count[:, None]
     assert ahead.any() and torch.equal(found.drafts[ahead], expected.drafts[ahead])
     assert_same_candidates(found.candidates, expected.candidates)
-    without, _, _ = by_torch(windows, logits, inputs, state)
+    without, _, _ = by_torch(windows, logits, inputs, state, mask=mask)
     assert not torch.equal(found.drafts[ahead], without.drafts[ahead])
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize(("vocabulary", "dtype"), [(50, torch.float32), (300, HALF), *LARGE])
+def test_parts_of_a_row_say_what_the_row_does(vocabulary: int, dtype: torch.dtype, ranks: int) -> None:
+    """Many logits are equal: of those the first token counts."""
+    windows, _, inputs, state = step(vocabulary, dtype)
+    rows = torch.arange(len(inputs), device=DEVICE)[:, None]
+    logits = torch.randint(-9, 4, (len(rows), vocabulary), device=DEVICE).to(dtype)
+    head = MarkovHead(vocabulary, 8).to(DEVICE, dtype).requires_grad_(False)
+    before = torch.full_like(rows.flatten(), NO_TOKEN)
+    logits, *known = torch.ops.mars.add_head(logits, rows.flatten(), before, head.before, head.after)
+    ends = token_mask(ENDS, vocabulary).to(DEVICE)
+    choices = KernelChoices(logits, windows.drafts, inputs, state, ends, -1, head, wants_shares=ranks > 1)
+    given = (logits, rows, torch.full_like(rows, 20), torch.zeros_like(rows.flatten()), ranks)
+    expected, found = choices._choose(*given), choices._choose(*given, known)
+    assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.confident, expected.confident)
+    assert not torch.equal(logits.argmax(1), torch.zeros_like(before))
+    if ranks > 1:
+        torch.testing.assert_close(found.log_shares, expected.log_shares, atol=1e-5, rtol=1e-5)
+        known[0].fill_(-1.0)  # … and they are looked at
+        assert not torch.equal(choices._choose(*given, known).log_shares, expected.log_shares)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
@@ -165,10 +190,14 @@ def test_what_the_head_adds(vocabulary: int, rank: int, masks: int, dtype: torch
     before[::5] = NO_TOKEN
     added = torch.where((before == NO_TOKEN)[:, None], 0.0, deepcopy(head).double()(before.clamp(min=0)))
     expected = (logits[rows].double() + added).to(dtype)
-    found = torch.ops.mars.add_head(logits, rows, before, head.before, head.after)
+    found, peaks, masses = torch.ops.mars.add_head(logits, rows, before, head.before, head.after)
     torch.testing.assert_close(found, expected)
+    parts = [each.float() for each in found.split(PART, 1)]
+    assert torch.equal(peaks, torch.stack([each.amax(1) for each in parts], 1))
+    sums = [(each - each.amax(1, keepdim=True)).exp().sum(1) for each in parts]
+    torch.testing.assert_close(masses, torch.stack(sums, 1))
     if DEVICE.type == "cuda":  # the interpreter multiplies through NumPy
-        alone = torch.ops.mars.add_head(logits, rows[-1:], before[-1:], head.before, head.after)
+        alone, _, _ = torch.ops.mars.add_head(logits, rows[-1:], before[-1:], head.before, head.after)
         assert torch.equal(alone, found[-1:]), "the bits depend on the number of masks"
 
 
@@ -180,15 +209,18 @@ from mars.engine.kernels import sampling
 
 long = ("rows", "at", "drafts", "accepted", "slots", "integers", "tokens_out", "chosen", "ids_out")
 types = dict.fromkeys(long, "*i64")
-types |= dict.fromkeys(("bias", "counts", "values_out", "shares_out"), "*fp32")
+types |= dict.fromkeys(("bias", "counts", "values_out", "shares_out", "peaks", "masses"), "*fp32")
 types |= dict.fromkeys(("seen", "ends", "passes_out"), "*i1")
 types |= {"logits": "*bf16", "floats": "*fp64", "grammar": "*i32", "banned": "i32", "columns": "i32"}
 shared = {"VOCABULARY": 49152, "BLOCK": 8192, "COUNT": 4}
-rows = sampling.rows_read() | {"MOST_DRAFTS": 3, "POSITIONS": 4}
+rows = sampling.rows_read() | {"MOST_DRAFTS": 3, "POSITIONS": 4, "PARTS": 0, "ALL": 1}
+parts = {"PARTS": 768, "ALL": 1024}
 for kernel, constants in (
     (sampling._choose, {**shared, **rows, "VERIFIES": True, "RANKS": 1, "SHARES": False}),
     (sampling._choose, {**shared, **rows, "VERIFIES": False, "RANKS": 1, "SHARES": True}),
     (sampling._choose, {**shared, **rows, "VERIFIES": False, "RANKS": 4, "SHARES": True}),
+    (sampling._choose, {**shared, **rows, **parts, "VERIFIES": False, "RANKS": 1, "SHARES": False}),
+    (sampling._choose, {**shared, **rows, **parts, "VERIFIES": False, "RANKS": 4, "SHARES": True}),
     (sampling._logprobs, {**shared, "TOP": 20, "OPTIONS": rows["OPTIONS"]}),
 ):
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}

@@ -1,10 +1,12 @@
 """Reading tokens off logits as Triton kernels: `mars.method.acceptance.LogitsChoices` with every option a value.
 
 A program reads one row of logits, in blocks, as many times as its sequence's options need: once for greedy decoding,
-some forty times for top-k or top-p, which are found by bisection instead of sorting. Options that a sequence does not
-use cost a branch, so one captured graph serves all combinations of them.
+some forty times for top-k or top-p, which are found by bisection instead of sorting. For masks with a Markov head, of
+greedy sequences without further options, it reads what `mars.engine.kernels.markov` has left of each part instead.
+Options that a sequence does not use cost a branch, so one captured graph serves all combinations of them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +33,7 @@ LOWEST: tl.constexpr = tl.constexpr(-(2**31))
 _BIASED: tl.constexpr = tl.constexpr(BIASED)
 _GRAMMAR: tl.constexpr = tl.constexpr(GRAMMAR)
 _LOGPROBS: tl.constexpr = tl.constexpr(LOGPROBS)
+_PART: tl.constexpr = tl.constexpr(markov.PART)
 ENTROPY: tl.constexpr = tl.constexpr(MEASURES.index("entropy"))
 MARGIN: tl.constexpr = tl.constexpr(MEASURES.index("margin"))
 
@@ -190,12 +193,44 @@ def _noisy(
     return x, stays, noisy, tied
 
 
+@triton.jit
+def _likeliest(
+    row, peaks, masses, tokens_out, shares_out,
+    RANKS: tl.constexpr, SHARES: tl.constexpr, VOCABULARY: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+    ALL: tl.constexpr,
+):  # fmt: skip
+    """The tokens with the highest logits of a row, by what is known of its ``PARTS``; of equal ones the first."""
+    part = tl.arange(0, ALL)
+    highest = tl.load(peaks + part, mask=part < PARTS, other=float("-inf"))
+    log_total = tl.zeros([], tl.float32)
+    if SHARES:
+        peak = tl.max(highest, 0)
+        mass = tl.load(masses + part, mask=part < PARTS, other=0.0)
+        log_total = peak + tl.log(tl.sum(mass * tl.exp(highest - peak), 0))
+    last = tl.full([], float("inf"), tl.float32)
+    last_token = tl.full([], -1, tl.int32)
+    for rank in range(RANKS):
+        top = tl.max(highest, 0)
+        place = tl.min(tl.where(highest == top, part, ALL - 1), 0)
+        tokens = place * PART + tl.arange(0, PART)
+        x = tl.load(row + tokens, mask=tokens < VOCABULARY, other=float("-inf")).to(tl.float32)
+        behind = (tokens < VOCABULARY) & ((x < last) | ((x == last) & (tokens > last_token)))
+        token = tl.min(tl.where(behind & (x == top), tokens, VOCABULARY), 0)
+        tl.store(tokens_out + rank, tl.where(token < VOCABULARY, token, 0).to(tl.int64))
+        if SHARES:
+            tl.store(shares_out + rank, top - log_total)
+        left = behind & ((x < top) | (tokens > token))
+        highest = tl.where(part == place, tl.max(tl.where(left, x, float("-inf")), 0), highest)
+        last = top
+        last_token = token
+
+
 @triton.jit(do_not_specialize=["banned", "columns"])
 def _choose(
-    logits, rows, at, drafts, accepted, slots, integers, floats, bias, seen, counts, grammar, ends,
+    logits, peaks, masses, rows, at, drafts, accepted, slots, integers, floats, bias, seen, counts, grammar, ends,
     tokens_out, passes_out, shares_out, banned, columns,
     COUNT: tl.constexpr, MOST_DRAFTS: tl.constexpr, VERIFIES: tl.constexpr, POSITIONS: tl.constexpr,
-    RANKS: tl.constexpr, SHARES: tl.constexpr,
+    RANKS: tl.constexpr, SHARES: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr,
     VOCABULARY: tl.constexpr, BLOCK: tl.constexpr,
     MEASURE: tl.constexpr, OPTIONS: tl.constexpr, TOP_K: tl.constexpr, SEED: tl.constexpr, MIN_POSITION: tl.constexpr,
     TOLERANCE: tl.constexpr, TRUST: tl.constexpr, TEMPERATURE: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
@@ -206,7 +241,8 @@ def _choose(
     Besides the token, the next likeliest, ``RANKS`` in all, and if ``SHARES``, the logarithms of what they have of all
     tokens together.
     ``integers`` and ``floats`` are the matrices of `mars.engine.step.StepInputs` with ``columns`` columns; the
-    constants from ``MEASURE`` on are their rows.
+    constants from ``MEASURE`` on are their rows. ``peaks`` and ``masses`` are known of ``PARTS`` parts of each row,
+    none if that is 0.
     """
     sequence, index = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + sequence)
@@ -224,8 +260,24 @@ def _choose(
     else:
         before = tl.load(accepted + sequence).to(tl.int32)
         options = options & (_BIASED | _LOGPROBS)
+    temperature = tl.load(floats + TEMPERATURE * columns)
+    trust = tl.load(floats + TRUST * columns).to(tl.float32)
+    repetition = tl.load(floats + REPETITION * columns).to(tl.float32)
+    presence = tl.load(floats + PRESENCE * columns).to(tl.float32)
+    frequency = tl.load(floats + FREQUENCY * columns).to(tl.float32)
+    is_early = position < tl.load(integers + MIN_POSITION * columns)
+    row = tl.load(rows + place)
+    if PARTS > 0:
+        is_plain = (temperature <= 0) & (trust == float("inf")) & (banned < 0) & (is_early == 0)
+        is_plain = is_plain & ((options & _BIASED) == 0) & (repetition == 1.0) & (presence == 0.0) & (frequency == 0.0)
+        if is_plain:
+            known = peaks + row * PARTS, masses + row * PARTS
+            found = tokens_out + place * RANKS, shares_out + place * RANKS
+            _likeliest(logits + row * VOCABULARY, *known, *found, RANKS, SHARES, VOCABULARY, _PART, PARTS, ALL)
+            tl.store(passes_out + place, ~is_plain)
+            return
     source = (
-        logits + tl.load(rows + place) * VOCABULARY,
+        logits + row * VOCABULARY,
         bias + slot * VOCABULARY,
         seen + slot * VOCABULARY,
         counts + slot * VOCABULARY,
@@ -233,12 +285,12 @@ def _choose(
         ends,
         drafts,
         before,
-        tl.load(floats + REPETITION * columns).to(tl.float32),
-        tl.load(floats + PRESENCE * columns).to(tl.float32),
-        tl.load(floats + FREQUENCY * columns).to(tl.float32),
+        repetition,
+        presence,
+        frequency,
         options,
         banned,
-        position < tl.load(integers + MIN_POSITION * columns),
+        is_early,
     )
 
     best = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -253,7 +305,6 @@ def _choose(
     top_token = tl.where(top_token < VOCABULARY, top_token, 0)  # if all are NaN
     token = top_token
 
-    temperature = tl.load(floats + TEMPERATURE * columns)
     samples = temperature > 0
     scale = tl.where(samples, temperature, 1.0).to(tl.float32)
     top_score = top / scale
@@ -291,11 +342,9 @@ def _choose(
             token = tl.min(tl.where(best == peak, first, VOCABULARY), 0)
             token = tl.where(token < VOCABULARY, token, top_token)
     passes = (draft_x > float("-inf")) & (tl.exp(draft_x - top) >= tolerance)
-    if not VERIFIES:
-        trust = tl.load(floats + TRUST * columns).to(tl.float32)
-        if trust < float("inf"):
-            measure = tl.load(integers + MEASURE * columns)
-            passes = _confidence(source, top, top_token, measure, VOCABULARY, BLOCK) >= trust
+    if (not VERIFIES) & (trust < float("inf")):
+        measure = tl.load(integers + MEASURE * columns)
+        passes = _confidence(source, top, top_token, measure, VOCABULARY, BLOCK) >= trust
     tokens_out += place * RANKS
     tl.store(tokens_out, token.to(tl.int64))
     tl.store(passes_out + place, passes)
@@ -413,9 +462,9 @@ class KernelChoices:
         if self.head is None or before is None:
             return self._choose(self.logits, rows, at, accepted, ranks)
         given = (each.flatten().contiguous() for each in (rows, before))
-        logits: Tensor = torch.ops.mars.add_head(self.logits, *given, self.head.before, self.head.after)
+        logits, *known = torch.ops.mars.add_head(self.logits, *given, self.head.before, self.head.after)
         rows = torch.arange(len(logits), device=rows.device).view_as(rows)
-        return self._choose(logits, rows, at, accepted, ranks)
+        return self._choose(logits, rows, at, accepted, ranks, known)
 
     def logprobs(self, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """What `mars.method.acceptance.logprobs` finds, for sequences that want it; others keep what was there."""
@@ -428,8 +477,15 @@ class KernelChoices:
         return values, ids
 
     def _choose(
-        self, logits: Tensor, rows: Tensor, at: Tensor, accepted: Tensor | None = None, ranks: int = 1
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        at: Tensor,
+        accepted: Tensor | None = None,
+        ranks: int = 1,
+        known: Sequence[Tensor] = (),
     ) -> Predictions:
+        """``known``: of the parts of each row, their highest logit and their mass."""
         tokens = torch.empty(*at.shape, ranks, dtype=torch.long, device=at.device)
         log_shares = torch.empty(tokens.shape, device=at.device)
         passes = torch.empty_like(at, dtype=torch.bool)
@@ -440,8 +496,12 @@ class KernelChoices:
         told = (inputs.slots.contiguous(), inputs.integers, inputs.floats)
         held = (state.bias, state.seen, state.counts, state.grammar, self.ends)
         where = (rows.contiguous(), at.contiguous(), self.drafts.contiguous(), rows if accepted is None else accepted)
+        parts = known[0].shape[1] if known else 0
         _choose[tuple(rows.shape)](
-            *(logits, *where, *told, *held, tokens, passes, log_shares, self.banned, len(inputs)),
+            *(logits, *(known or (logits, logits)), *where, *told, *held, tokens, passes, log_shares, self.banned),
+            len(inputs),
+            PARTS=parts,
+            ALL=triton.next_power_of_2(max(1, parts)),
             COUNT=rows.shape[1],
             MOST_DRAFTS=self.drafts.shape[1],
             VERIFIES=accepted is None,
