@@ -15,6 +15,7 @@ line to the file.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import shutil
 import time
@@ -32,7 +33,7 @@ import mars
 from mars.errors import MarsError
 from mars.evaluation.provenance import collect
 from mars.training.files import write_whole
-from mars.training.prepare import prepare
+from mars.training.prepare import check_owner, prepare
 from mars.training.recipe import Recipe, parse_recipe, read_recipe
 from mars.training.run import load_model, train
 
@@ -54,8 +55,15 @@ def vary(recipe: Recipe, change: Mapping[str, Any], output: Path) -> Recipe:
     return parse_recipe(content)
 
 
+def digest(recipe: Recipe) -> str:
+    """Of all but the folder it writes to."""
+    content = recipe.model_dump(mode="json") | {"output": ""}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def run(recipe: Recipe, prompts: list[Any], kinds: list[str], max_new_tokens: int, batch: int) -> dict[str, Any]:
-    """Train, unless that is done already, and score."""
+    """Train, unless that is done already, and score; raises if the folder belongs to another recipe."""
+    check_owner(recipe)
     started = time.perf_counter()
     folder = recipe.output / "model"
     if not folder.exists():
@@ -127,7 +135,7 @@ def main() -> None:
     if known["asked"] != asked:
         parser.error(f"{options.out} was scored with {known['asked']}, not {asked}: choose another --out")
     runs = known["runs"]
-    todo = [name for name in wanted if runs.get(name, {}).get("change") != wanted[name]]
+    todo = [name for name, each in recipes.items() if runs.get(name, {}).get("recipe") != digest(each)]
 
     shared = vary(recipe, {}, options.work / "data")
     if todo:
@@ -142,7 +150,7 @@ def main() -> None:
         for future in as_completed(begun):
             name = begun[future]
             try:
-                runs[name] = {"change": wanted[name]} | future.result()
+                runs[name] = {"change": wanted[name], "recipe": digest(recipes[name])} | future.result()
             except Exception as error:  # the others go on
                 print(f"{name}: {type(error).__name__}: {error}", flush=True)
                 continue

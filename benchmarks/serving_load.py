@@ -167,7 +167,8 @@ async def _whole(client: openai.AsyncOpenAI, request: dict[str, Any], asked: Ask
 async def _stream(client: openai.AsyncOpenAI, request: dict[str, Any], asked: Asked, patience: float | None) -> None:
     """``patience``: tokens after which to hang up."""
     asked_at, opening, last = time.perf_counter(), 0, 0.0
-    async with await client.chat.completions.create(stream=True, **request) as stream:
+    more = {"stream_options": {"include_forwards": True}}
+    async with await client.chat.completions.create(stream=True, extra_body=more, **request) as stream:
         async for chunk in stream:
             last = time.perf_counter() - asked_at
             new = sum(tokens for tokens, _ in (chunk.model_extra or {}).get("mars", {}).get("forwards", []))

@@ -15,6 +15,7 @@ import random
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -33,9 +34,12 @@ def lanes_of(levels: Sequence[int], seconds: float, bodies: Sequence[dict[str, A
     """A client comes when a level needs it and stays until one does not."""
     lanes, draw = [], random.Random(0)
     for number in range(max(levels)):
-        here = [index for index, level in enumerate(levels) if level > number]
-        own = draw.sample(bodies, min(len(bodies), 64))
-        lanes.append(Lane(own, delay=here[0] * seconds, until=(here[-1] + 1) * seconds))
+        is_here = [False, *(level > number for level in levels), False]
+        begins = [index for index, (before, now) in enumerate(pairwise(is_here)) if now and not before]
+        ends = [index for index, (before, now) in enumerate(pairwise(is_here)) if before and not now]
+        for begin, end in zip(begins, ends, strict=True):
+            own = draw.sample(bodies, min(len(bodies), 64))
+            lanes.append(Lane(own, delay=begin * seconds, until=end * seconds))
     return lanes
 
 

@@ -152,8 +152,8 @@ def main() -> None:
 
     http = partial(through_http, first, chats, *shared, args.processes)
     loading = (args.model, args.dtype, args.at_once, args.memory)
-    memory = () if args.memory is None else ("--memory", args.memory)
-    options = ("--model", args.model, "--name", "model", "--rows", args.at_once, "--dial", "exact", *memory)
+    options = ["--model", args.model, "--name", "model", "--rows", args.at_once, "--dial", "exact"]
+    options += [part for name in ("memory", "dtype") if (value := getattr(args, name)) for part in (f"--{name}", value)]
     with ExitStack() as stack:
         pool = stack.enter_context(ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")))
         ready = pool.submit(directly, loading, first, first, *shared)

@@ -125,6 +125,21 @@ def test_more_dials_and_items_later(run: Run, model: Path, tmp_path: Path) -> No
     assert [each["answers"] for each in lines(out / "runs.jsonl")] == [1, 1, 2, 1, 1]
 
 
+def test_answers_of_another_engine_are_not_mixed_in(
+    run: Run, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    command = ("--model", model, "--tasks", "gsm8k", "--dials", "one-token", "--max-new-tokens", 8, "--out", out)
+    assert run(*command) == 0
+    stored = json.loads((out / "eval.json").read_text())
+    del stored["plan"]["engine"]  # as in older folders
+    (out / "eval.json").write_text(json.dumps(stored))
+    assert run(*command) == 0
+    (out / "eval.json").write_text(json.dumps(stored | {"plan": stored["plan"] | {"engine": "vllm"}}))
+    assert run(*command) == 2
+    assert "has answers with engine=vllm, not mars" in capsys.readouterr().err
+
+
 def test_scores_alone_need_no_model(run: Run, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     command = ("--tasks", "gsm8k", "--dials", "one-token", "--max-new-tokens", 20, "--out", out)

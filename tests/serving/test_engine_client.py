@@ -80,6 +80,34 @@ def test_messages_that_cannot_be_read_are_a_lost_engine(data: bytes, monkeypatch
     assert "Traceback" in caplog.text
 
 
+def test_an_engine_is_lost_once(monkeypatch) -> None:
+    """Whatever it has sent besides."""
+
+    async def test(client: LoneClient) -> None:
+        for _ in range(3):
+            client._receive(messages.Heartbeat(2 * engine_client.STEP_SECONDS))
+        await eventually(lambda: client.is_ready)
+        await asyncio.sleep(0.1)
+        assert client.starts == 2 and client.restarts == 1
+
+    with_client(test, monkeypatch)
+
+
+def test_each_failure_has_its_reason_in_the_log(monkeypatch, caplog) -> None:
+    async def test(client: LoneClient) -> None:
+        client._receive(messages.EngineFailed("no memory"))
+        monkeypatch.setattr(engine_client, "RESTART_SECONDS", 60.0)
+        await eventually(lambda: client.starts == 2)
+        client._receive(messages.EngineFailed("no such folder"))
+        assert client.failure == "no such folder"
+
+    with_client(test, monkeypatch)
+    assert [each for each in ("no memory", "no such folder") if f"engine lost: {each}" in caplog.text] == [
+        "no memory",
+        "no such folder",
+    ]
+
+
 def test_a_listener_that_fails_does_not_end_the_listening(monkeypatch, caplog) -> None:
     async def test(client: LoneClient) -> None:
         client.listeners.append(lambda _: 1 / 0)

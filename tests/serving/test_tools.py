@@ -59,12 +59,20 @@ def test_tagged_calls(text: str, said: str, called: list, size: int) -> None:
         ('{"name": "weather", "parameters": {"city": "Paris"}}', "", [CALLED]),
         (f"[{PARIS}, {NOW}]", "", [CALLED, ("time", {})]),
         ("It is late [or early].", "It is late [or early].", []),
+        (f"I call: {PARIS}", f"I call: {PARIS}", []),
         ('{"city": "Paris"}', '{"city": "Paris"}', []),
         ("[]", "[]", []),
     ],
 )
 def test_bare_calls(text: str, said: str, called: list, size: int) -> None:
     assert read(Toolbox(BARE, [WEATHER, TIME]), text, size) == (said, called)
+
+
+def test_text_is_not_held_back_at_a_brace() -> None:
+    """Once the text has begun like no call."""
+    reader = Toolbox(BARE, [WEATHER, TIME]).reader()
+    parts = ["Sure. ", NOW, " is JSON.", " [1]"]
+    assert [reader.feed(each) for each in parts] == [(each, []) for each in parts] and reader.flush() == ("", [])
 
 
 @pytest.mark.parametrize("text", ['{"name": {"first": "Ada"}, "age": 36}', "[" * 100_000], ids=["an object", "deep"])

@@ -50,6 +50,8 @@ def test_a_leaderboard_goes_on_where_it_was(chat_model: Path, chats: Path, tmp_p
         assert all(set(each) == {"all", "up", "prompts"} and each["all"] >= 1 for each in found["scores"].values())
     config = json.loads((tmp_path / "work/no-head/recipe.json").read_text())
     assert config["markov_rank"] == 0 and config["lora"] == {"r": 4}
+    runs.write_text("ours: {lora: {r: 2}}\n")  # another change of the same name is not scored with the old model
+    assert run("leaderboard.py", out, *given)["runs"] == second
 
 
 def test_conversion(chat_model: Path, tmp_path: Path) -> None:

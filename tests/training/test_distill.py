@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,14 @@ def test_a_model_writes_its_own_prompts(smollm: mars.Model, tmp_path: Path) -> N
     rows = [json.loads(line)["messages"] for line in out.read_text().splitlines()]
     assert all(messages[0]["role"] == "user" and messages[0]["content"].strip() for messages in own)
     assert [row[:1] for row in rows if row[:1] in own] == [row[:1] for row in rows]
+
+
+def test_own_prompts_need_a_chat_template(small_model: Checkpoint, tmp_path: Path) -> None:
+    tokenizer = copy.deepcopy(small_model.tokenizer)
+    tokenizer.chat_template = None
+    plan = Distillation((0.0,), max_new_tokens=8, own_prompts=3, max_num_seqs=3)
+    with pytest.raises(MarsError, match="no chat template"):
+        distill(replace(small_model, tokenizer=tokenizer), [], tmp_path / "chats.jsonl", plan)
 
 
 @pytest.mark.parametrize(

@@ -187,9 +187,9 @@ class _Folder:
         """Store whose answers the folder holds; raises if it has those of another model or of other options."""
         plan, settings = self._plan, checkpoint.settings
         options = {name: getattr(plan, name) for name in ("model", "adapter", "name", "max_new_tokens", "block_size")}
-        options |= {"dtype": checkpoint.form, "seed": plan.seed}
+        options |= {"dtype": checkpoint.form, "seed": plan.seed, "engine": plan.engine}
         facts = {
-            "plan": options | ({} if plan.engine == "mars" else {"engine": plan.engine}),
+            "plan": options,
             "model": {
                 "name": checkpoint.name,
                 "hash": fingerprint(checkpoint),
@@ -201,7 +201,8 @@ class _Folder:
         if not path.is_file():
             (self._out / "answers").mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(facts, indent=2) + "\n")
-        for part, known in self.known().items():
+        for part, stored in self.known().items():
+            known = {"engine": "mars"} | stored  # older folders name another engine alone
             for name, value in facts[part].items():
                 if name not in ("name", "model", "adapter") and known.get(name) != value:
                     raise MarsError(

@@ -99,7 +99,7 @@ def with_vllm(llm: Any, model: Model, dial: str) -> Decoder:
         answers = dict(vllm.generate(llm, model.checkpoint, requests))
         return Round([answers[index] for index in range(len(requests))])
 
-    return Decoder({"dial": dial, "window": "chain"}, decode, device=None)
+    return Decoder({"dial": dial, "window": "auto"}, decode, device=None)
 
 
 def measure(

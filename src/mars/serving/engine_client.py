@@ -171,18 +171,21 @@ class EngineClient:
 
     def _lost(self, reason: str) -> None:
         """The engine is gone or of no use: end its process, fail what was running, and start anew."""
+        if not self._tasks:
+            return  # that is known, and it is being started again
         self.is_ready = False
-        self.failure = self.failure or reason
-        log.error("engine lost: %s", self.failure)
+        self.failure = reason
+        log.error("engine lost: %s", reason)
         self._changed.set()
         for task in self._tasks:
             task.cancel()
+        self._tasks = []
         if self._writer is not None:
             self._writer.transport.abort()
         if self._process is not None:
             self._process.kill()  # also if it is stopped
         for stream in self._streams.values():
-            stream.fail(EngineGoneError(f"{self.failure}; it is being started again: try again in a moment"))
+            stream.fail(EngineGoneError(f"{reason}; it is being started again: try again in a moment"))
         self._streams.clear()
         self._closing.clear()
         self.load = messages.EngineLoad()

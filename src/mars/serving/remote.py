@@ -4,6 +4,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from http.client import HTTPException
 from typing import Any
 
 from mars.errors import MarsError
@@ -17,12 +18,14 @@ def dial_of(url: str, key: str | None = None, turn_to: str | None = None) -> dic
     try:
         request = urllib.request.Request(address, body, headers, method="GET" if body is None else "PUT")
         with urllib.request.urlopen(request, timeout=10) as response:
-            state: dict[str, Any] = json.load(response)
-            return state
+            state = json.load(response)
     except urllib.error.HTTPError as error:
         raise MarsError(f"{url} says: {_message(error)}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         raise MarsError(f"there is no server at {url}: {getattr(error, 'reason', error)}") from None
+    if not isinstance(state, dict) or "dial" not in state:
+        raise MarsError(f"what answers at {url} has no dial: is it `mars serve`, or vLLM with mars?")
+    return state
 
 
 def dials_of(

@@ -153,15 +153,15 @@ class CallReader:
         self._box = box
         self._tagged = box.style.is_tagged and not box.forced
         self._held = ""
+        self._says = False  # without tags: the text began like no call, so there is none in it
         self.called = 0
 
     def feed(self, text: str) -> tuple[str, list[Call]]:
         """What is sure by now; the rest is held back."""
         self._held += text
         if not self._tagged:
-            if self._held.lstrip()[:1] in ("", "{", "["):
-                return "", []
-            return self._take(len(self._held)), []
+            self._says |= self._held.lstrip()[:1] not in ("", "{", "[")
+            return self._take(len(self._held) if self._says else 0), []
         said, called = "", list[Call]()
         while (start := self._held.find(OPENING)) >= 0:
             said += self._take(start)
@@ -177,7 +177,7 @@ class CallReader:
     def flush(self) -> tuple[str, list[Call]]:
         """What is left at the end of the text. A last tag may lack its end."""
         rest = self._take(len(self._held))
-        calls = self._box.calls(rest.strip().removeprefix(OPENING))
+        calls = None if self._says else self._box.calls(rest.strip().removeprefix(OPENING))
         return ("", self._count(calls)) if calls else (rest, [])
 
     def _take(self, size: int) -> str:

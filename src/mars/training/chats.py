@@ -41,7 +41,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, ended
     chat = [dict(message) for message in messages]
     turns = [turn for turn, message in enumerate(chat) if message.get("role") == "assistant"]
     _refuse(tokenizer, turns)
-    text = _render(tokenizer, chat)
+    text = render(tokenizer, chat)
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     tokens, spans = list(encoding["input_ids"]), [_word(text, *span) for span in encoding["offset_mapping"]]
     assistant = [False] * len(tokens)
@@ -56,8 +56,6 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, ended
 
 
 def _refuse(tokenizer: PreTrainedTokenizerBase, turns: list[int]) -> None:
-    if tokenizer.chat_template is None:
-        raise MarsError("the model has no chat template, so it cannot learn from chats: use an instruct model")
     if not tokenizer.is_fast:
         raise MarsError("the tokenizer does not tell where its tokens lie in a text: use a model with a tokenizer.json")
     if not turns:
@@ -66,7 +64,9 @@ def _refuse(tokenizer: PreTrainedTokenizerBase, turns: list[int]) -> None:
         raise MarsError("the chat starts with the assistant: put a user turn before it")
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, chat: Chat, add_generation_prompt: bool = False) -> str:
+def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, add_generation_prompt: bool = False) -> str:
+    if tokenizer.chat_template is None:
+        raise MarsError("the model has no chat template, so it cannot learn from chats: use an instruct model")
     try:
         return tokenizer.apply_chat_template(chat, add_generation_prompt=add_generation_prompt, tokenize=False)
     except Exception as error:  # templates are programs of the model's authors and raise what they like
@@ -78,11 +78,11 @@ def _find(tokenizer: PreTrainedTokenizerBase, chat: Chat, turn: int, text: str) 
     while word in text:
         word += "e"
     before, probe, behind = chat[:turn], chat[turn] | {"content": word}, chat[turn + 1 :]
-    head, _, rest = _render(tokenizer, [*before, probe, *behind]).partition(word)
-    _, _, tail = _render(tokenizer, [*before, probe]).partition(word)
-    prompt = _render(tokenizer, before, add_generation_prompt=True)
+    head, _, rest = render(tokenizer, [*before, probe, *behind]).partition(word)
+    _, _, tail = render(tokenizer, [*before, probe]).partition(word)
+    prompt = render(tokenizer, before, add_generation_prompt=True)
     # Without a generation prompt, the role header follows the prompt; the assistant does not generate it.
-    opened = not _render(tokenizer, before).startswith(prompt) or prompt.strip() == head.strip()
+    opened = not render(tokenizer, before).startswith(prompt) or prompt.strip() == head.strip()
     opening = prompt if opened and text.startswith(prompt) else head
     start, end = len(opening), len(text) - len(rest)
     framed = text.startswith(opening) and text.endswith(rest)

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mars.core.request import Request
 from mars.errors import MarsError
 from mars.models import Checkpoint
+from mars.training.chats import render
 from mars.training.files import open_lines, read_lines
 from mars.training.generator import Key, TextGenerator
 from mars.training.rows import Chat, read_rows, to_prompt, warn
@@ -190,7 +191,7 @@ class _Run:
     def _header(self) -> list[int]:
         """The chat template's tokens before the text of a user's turn."""
         mark, tokenizer = "7f3c1d", self.checkpoint.tokenizer
-        text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
+        text = render(tokenizer, [{"role": "user", "content": mark}])
         head, found, _ = text.partition(mark)
         if not found or not head:
             raise MarsError(f"the chat template of {self.checkpoint.name} does not show where a user's turn begins")
