@@ -97,7 +97,7 @@ class Wrapped:
 
 
 class Speculator(Drafter):
-    """What vLLM's runner asks for drafts. Between steps it keeps dials, counts and the next windows."""
+    """What vLLM's runner asks for drafts. Between steps it keeps dials and counts."""
 
     supports_mm_inputs = False
     draft_logits = None

@@ -121,8 +121,8 @@ def translate(arguments: Any) -> None:
     arguments.speculative_config = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 2 * masks}
     if asynchronous:
         if "windows" not in asked:
-            guess = {_most_sequences(arguments, masks) + 1: 1, _most_sequences(arguments, 1) + 1: 0}
-            options = replace(options, windows=guess, measures=True)
+            narrow, none = (_most_sequences(arguments, each) + 1 for each in (masks, 1))
+            options = replace(options, windows={narrow: 1, max(none, narrow + 1): 0}, measures=True)
         _use_second_runner(arguments, options)
     arguments.additional_config = {**(arguments.additional_config or {}), METHOD: asdict(options)}
     endpoints.install()

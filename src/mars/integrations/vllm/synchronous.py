@@ -22,7 +22,7 @@ from mars.method.tensors import send
 
 
 class Proposer(Drafter):
-    """Drafts from the target's own masks. Between steps it keeps the server's dial, counts and the next windows."""
+    """Drafts from the target's own masks. Between steps it keeps the server's dial and counts."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config, vllm_config.device_config.device)
