@@ -17,6 +17,7 @@ from mars.engine import Engine, budget, run, runner
 from mars.engine.budget import BINS, PRICES, PROMISE, BudgetPolicy, DraftValues, budgets, ragged_windows
 from mars.engine.cuda_graphs import padded_size
 from mars.engine.packing import ABSENT, Packing
+from mars.engine.policy import PROBE
 from mars.method.acceptance import Dial
 from mars.method.windows import Window
 from mars.reference import Decoder
@@ -215,6 +216,19 @@ def test_a_ragged_window_is_one_that_was_captured() -> None:
         window = policy.choose([sequence] * count)
         assert window in ragged_windows(padded_size(count), 4) and window.budget > padded_size(count)
     assert not policy.choose([sequence] * 12).budget
+
+
+def test_now_and_then_a_step_has_single_tokens() -> None:
+    """So that it stays known what these cost."""
+
+    def cost(count: int, window: Window) -> float:
+        return 4 * padded_size(count) + window.tokens(padded_size(count))
+
+    policy = BudgetPolicy(4, 2, cost, DraftValues(64, 3, CPU), padded_size, checks=True)
+    sequence = Sequence.of(Request([1], Dial("exact"), block_size=4), gated_checkpoint("qwen2"))
+    windows = [policy.choose([sequence] * 50) for _ in range(3 * PROBE)]
+    assert 2 <= windows.count(Window()) <= 3
+    assert sum(each.budget > 0 for each in windows) > 2 * PROBE
 
 
 def test_ragged_and_lookup_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

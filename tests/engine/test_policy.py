@@ -257,6 +257,41 @@ def test_windows_that_cost_more_than_was_measured_stop(further: float) -> None:
     assert decoding.tokens / decoding.seconds > 0.98, "slower than single tokens"
 
 
+@pytest.mark.parametrize("more", [0.03, 0.05, 0.1])
+def test_windows_get_wider_when_text_gets_easier(more: float) -> None:
+    """What hard text said of later offsets is forgotten, although narrow windows do not reach them."""
+    machine, easy = Captured(more=more), [0.95, 0.9, 0.86]
+    decoding = decoding_of(machine, [0.6, 0.2, 0.05])
+    decoding.steps(6000)
+    decoding.rates = easy
+    decoding.steps(8000)
+    decoding.tokens, decoding.seconds = 0, 0.0
+    decoding.steps(2000)
+    best = max(tokens_per_forward(each, easy) / machine.seconds(1, each) for each in (Window(), *WINDOWS))
+    assert decoding.tokens / decoding.seconds > 0.97 * best
+
+
+def test_one_slow_step_of_a_window_is_forgotten() -> None:
+    machine = Captured()
+    costs = CapturedCosts(machine)
+    tree, single = Window.of(4, 4), Window()
+    usual = costs(1, tree)
+    costs.observe(1, CHAIN, costs(1, CHAIN))
+    costs.observe(1, tree, 2 * usual)
+    assert costs(1, tree) == pytest.approx(2 * usual)
+    for _ in range(2000):
+        costs.observe(1, CHAIN, costs(1, CHAIN))
+    assert costs(1, tree) == pytest.approx(usual, rel=0.05)
+    assert costs(1, single) < costs(1, CHAIN) < costs(1, tree)
+
+
+def test_longer_texts_than_were_measured_stop_no_windows() -> None:
+    machine = Captured()
+    machine.later = 20.0
+    decoding = decoding_of(machine, GOOD)
+    assert sum(not each.groups for each in decoding.steps(200)) < 5
+
+
 def test_windows_stay_where_they_pay() -> None:
     machine = Captured()
     machine.later = 2.0

@@ -36,7 +36,7 @@ def serve(
     batch_invariant: InvariantOption = False,
     max_waiting: Annotated[int, Option(min=0, help="Requests that may wait; more get a 429.")] = 256,
     max_new_tokens: Annotated[int | None, Option(min=1, help="Longest answer allowed.")] = None,
-    api_key: Annotated[str | None, Option(envvar="MARS_API_KEY", help="Needed by every request of the API, if given.")] = None,
+    api_key: Annotated[str | None, Option(envvar="MARS_API_KEY", help="Needed by requests to the API.")] = None,
     admin_key: Annotated[str | None, Option(envvar="MARS_ADMIN_KEY", help="Needed to set the server's dial.")] = None,
     name: Annotated[str | None, Option(help="What the model is called; default: as given.")] = None,
     target_token: Annotated[float, Option(min=1e-6, help="With --dial auto: most seconds per token.")] = 0.05,

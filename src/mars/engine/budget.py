@@ -166,7 +166,10 @@ class BudgetPolicy(WindowPolicy):
     def choose(self, sequences: SequenceOf[Sequence], host_seconds: float = 0.0) -> Window:
         alike = super().choose(sequences, host_seconds)
         count, padded = len(sequences), self._padded(len(sequences))
-        if padded < FEWEST or self.check.pause or any(self._needed(each, takes_any_window(each)) for each in sequences):
+        needs = any(self._needed(each, takes_any_window(each)) for each in sequences)
+        is_probe = not self._until_probe  # of single tokens
+        if padded < FEWEST or needs or is_probe or self.check.pause:
+            self._steps = 0
             return alike
         self._tell()
 

@@ -113,8 +113,6 @@ class GraphRunner(Runner):
         if captured is None:
             with torch.compiler.set_stance("force_eager"):  # nobody shall wait for the compiler
                 return super().step(inputs, window, longest)
-        begun = torch.cuda.Event(enable_timing=True)
-        begun.record()
         if captured.holds is not inputs:
             spare = size - len(inputs)
             for name in MATRICES:
@@ -122,6 +120,8 @@ class GraphRunner(Runner):
                 whole = torch.cat([getattr(inputs, name), padding], 1)
                 getattr(captured.inputs, name).copy_(whole.pin_memory(), non_blocking=True)
             captured.holds = inputs
+        begun = torch.cuda.Event(enable_timing=True)
+        begun.record()  # behind what the host prepares
         captured.graph.replay()
         assert captured.outputs is not None
         return captured.outputs.to_host(len(inputs), logprobs=inputs.features.logprobs, begun=begun)

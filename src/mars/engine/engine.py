@@ -271,10 +271,11 @@ class Engine:
         started, waited, moved = time.perf_counter(), 0.0, list[Sequence]()
         while (schedule := self.scheduler.schedule(len(self._in_flight))) is None:
             waited += self._process_output(moved)
+        steps = self.num_steps
         waited += self._run(schedule)
         while len(self._in_flight) > (self._async_steps if schedule.decode else 0):
             waited += self._process_output(moved)
-        if not schedule.prefill:
+        if self.num_steps > steps and not schedule.prefill:
             self._host_seconds = min(time.perf_counter() - started - waited, self._host_seconds * 1.05)
         self._start_masks(*self.scheduler.running)
         return moved + self._take_failed()

@@ -24,7 +24,6 @@ class Packing:
     rows: Tensor  # (sequences, width): where each token of the windows is; `ABSENT`: it is not fed
     items: Tensor  # (tokens,): which token of the windows, counted through all of them, is there; `ABSENT`: none
     num_text: int | Tensor  # how many tokens are no masks; (1,) if only the device knows
-    is_whole: bool = True  # is every token fed?
 
     @classmethod
     def text(cls, sequences: int, width: int, device: torch.device) -> Packing:
@@ -67,12 +66,12 @@ class Packing:
         items = torch.full((tokens + 1,), ABSENT, device=fed.device)  # the last one for those that are not fed
         number = torch.arange(fed.numel(), device=fed.device)
         items = items.scatter(0, torch.where(rows == ABSENT, tokens, rows).flatten(), number)
-        return cls(rows, items[:-1], num_text, is_whole=False)
+        return cls(rows, items[:-1], num_text)
 
     def pack(self, values: Tensor) -> Tensor:
         """(tokens,) from (sequences, width)."""
         values = values.flatten()
-        return values[self.items] if self.is_whole else values[self.items.clamp(min=0)]
+        return values[self.items.clamp(min=0) if isinstance(self.num_text, Tensor) else self.items]
 
 
 def _count(true: Tensor) -> Tensor:

@@ -25,9 +25,11 @@ TRIAL = 2  # steps of a trial: one that predicts drafts and one that verifies th
 TRIAL_EVERY = (16, 512)  # fewest and most steps with single tokens between two trials
 TRIAL_LOSS = 0.05  # of the time may be lost by trials
 PROBE = 512  # steps with windows after which there is one of single tokens, so that its cost is known
+FADES = 512  # steps of other windows in which what a window itself was seen to cost is forgotten
 TOO_SLOW = 0.98  # of the speed of single tokens: then there are none but these for a while
 PAUSE = 64  # steps of that while
 CHECKED = 0.025  # weight of the newest step in the speed that is checked
+SURPRISE = 1.25  # times what it is known to cost: a slower step is not compared with single tokens until costs follow
 BINS = 8  # of the probabilities that masks give to their drafts
 BIN_PRIOR = 4.0  # observations that the middle of a bin counts for
 HOPE = 0.8  # the chance of a draft of which nothing is known: high enough that masks are tried
@@ -37,27 +39,33 @@ WORTH_TRYING = 1.2  # tokens per forward that a chain must promise to be tried
 
 
 class Acceptance:
-    """How often the draft at each offset is accepted, given that the ones before it were."""
+    """How often the draft at each offset is accepted, given that the ones before it were.
+
+    Of offsets that were not reached for long, little is known: they are taken to be like the one before where that does
+    well, so that wider windows are tried when narrow ones bring all they can.
+    """
 
     def __init__(self, offsets: int) -> None:
         self._accepted = [0.0] * offsets
         self._seen = [0.0] * offsets
 
     def observe(self, drafts: int, accepted: int) -> None:
+        self.decay()
         for offset in range(min(drafts, accepted + 1, len(self._seen))):
-            self._seen[offset] = self._seen[offset] * DECAY + 1
-            self._accepted[offset] = self._accepted[offset] * DECAY + (offset < accepted)
+            self._seen[offset] += 1
+            self._accepted[offset] += offset < accepted
 
     def decay(self) -> None:
-        """A step without drafts: observations get older, so that drafts are tried again some day."""
+        """Observations get older, also in a step without drafts, so that these are tried again some day."""
         self._seen = [each * DECAY for each in self._seen]
         self._accepted = [each * DECAY for each in self._accepted]
 
     def rates(self) -> list[float]:
         """For each offset, the chance that it and all before it are accepted."""
-        rates, so_far = [], 1.0
+        rates, so_far, rate = [], 1.0, PRIOR
         for accepted, seen in zip(self._accepted, self._seen, strict=True):
-            so_far *= (accepted + PRIOR_WEIGHT * PRIOR) / (seen + PRIOR_WEIGHT)
+            rate = (accepted + PRIOR_WEIGHT * max(rate, PRIOR)) / (seen + PRIOR_WEIGHT)
+            so_far *= rate
             rates.append(so_far)
         return rates
 
@@ -188,13 +196,13 @@ class CapturedCosts(StepCosts):
     def __init__(self, runner: Measurable) -> None:
         super().__init__(runner)
         self._more: dict[int, float] = {}  # seconds, by number of sequences with padding
-        self._own: dict[tuple[int, Window], float] = {}
+        self._own: dict[int, dict[Window, float]] = {}  # … and by window, besides
         self._steps: dict[int, int] = {}  # of so many sequences
         self._seen: dict[tuple[int, Window], int] = {}  # the last of these steps with the window
 
     def __call__(self, num_seqs: int, window: Window) -> float:
         size, measured = self._runner.padded_size(num_seqs), super().__call__(num_seqs, window)
-        more = self._more.get(size, 0.0) + self._own.get((size, window), 0.0)
+        more = self._more.get(size, 0.0) + self._own.get(size, {}).get(window, 0.0)
         return max(measured + more, measured / MOST_CHANGE)
 
     def observe(self, num_seqs: int, window: Window, seconds: float) -> None:
@@ -206,13 +214,16 @@ class CapturedCosts(StepCosts):
         step = self._steps[size] = self._steps.get(size, 0) + 1
         unseen = step - self._seen.get((size, window), -STALE)
         self._seen[size, window] = step
+        own = self._own.setdefault(size, {})
+        for other in own.keys() - {window, Window()}:
+            own[other] *= 1 - 1 / FADES  # one slow step shall not keep a window from being tried again
         if size not in self._more:
             self._more[size] = error
         elif unseen > STALE:
-            self._own[size, window] = self._own.get((size, window), 0.0) + error
+            own[window] = own.get(window, 0.0) + error
         else:
             self._more[size] += NEWEST * error
-            self._own[size, window] = self._own.get((size, window), 0.0) + NEWEST / 10 * error
+            own[window] = own.get(window, 0.0) + NEWEST / 10 * error
 
 
 class SelfCheck:
@@ -357,7 +368,8 @@ class WindowPolicy:
         """What a step took that emitted so many tokens, if costs follow real steps."""
         window, count = windows[0], len(windows)
         speed = None
-        if self._has_choice and window.masks:
+        is_known = seconds < SURPRISE * self._cost(count, window)
+        if self._has_choice and window.masks and is_known:
             alone, taken = (max(each, self._host_seconds) for each in (self._cost(count, Window()), seconds))
             speed = tokens / taken * alone / count
         elif not window.masks:

@@ -8,7 +8,6 @@ same time would bring otherwise.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -37,7 +36,6 @@ SPAN = 7  # fewest tokens over which the price of a token is averaged: single on
 PROBE = 64  # steps after which one of single tokens is taken: whether others pay shows beside it alone
 MOST_CHANGE = 3.0  # a step counts as at most so many times slower or faster than expected
 FEWEST_MEASURED, MOST_MEASURED = 16, 64  # tokens of the largest step that is timed, by number of sequences
-MEASURE_AGAIN = 600.0  # seconds after which steps are timed again
 MATCH_PRIOR = 0.75  # the chance of a draft that was looked up
 MARGIN = 0.02  # tokens per sequence and step that windows must promise to bring: what they cost is not known better
 CAUTION = 1.2  # times what more tokens seem to cost: those that seem worth it are often those that seem too cheap
@@ -60,7 +58,6 @@ class StepSeconds:
     _text: list[float] = field(default_factory=list)  # of 1, 2, 4, … tokens, none of them a mask
     _first_mask: float = 0.0  # what the first mask adds to that
     _next_mask: float = 0.0  # … and each further one
-    _until: float = 0.0  # when all of this is measured again
     _lately: float = 1.0  # what steps of single tokens took lately over what was measured
     _more_lately: float = 1.0  # … what further tokens added
     _masks_lately: float = 1.0  # … what masks added to that
@@ -89,9 +86,9 @@ class StepSeconds:
         return bool(self._text)
 
     def measure(self, sequences: int) -> None:
-        """Time steps, if that was not done for so many sequences, or long ago."""
+        """Time steps, if that was not done for so many sequences."""
         largest = min(max(FEWEST_MEASURED, 4 * sequences), MOST_MEASURED)
-        if 1 << len(self._text) > largest and time.monotonic() < self._until:
+        if 1 << len(self._text) > largest:
             return
         sizes = [1 << power for power in range(largest.bit_length())]
         kinds = [(size, Window()) for size in sizes]
@@ -107,7 +104,6 @@ class StepSeconds:
             one, several = best[-2] - self._interpolate(2), best[-1] - self._interpolate(1 + self.masks)
             self._next_mask = max(several - one, 0.0) / max(self.masks - 1, 1)
             self._first_mask = max(one, self._next_mask)
-        self._until = time.monotonic() + MEASURE_AGAIN
 
     def _interpolate(self, tokens: int) -> float:
         """On the line through the two sizes around this one; beyond the largest, through the last two."""
