@@ -27,9 +27,10 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-results: $(VENV)/.dev  ## render README's figures and the tables of docs/results.md from results/
+results: $(VENV)/.dev  ## render from results/: README's figures, the tables of docs/results.md and docs/paper.md
 	$(BIN)/python benchmarks/render_results.py
 	$(BIN)/python benchmarks/render_readme.py
+	$(BIN)/python benchmarks/render_paper.py
 
 FRESH = $(abspath $(VENV)-package)
 INSTALLED = cd / && $(FRESH)/bin/python -I  # outside the checkout, whatever PYTHONPATH says

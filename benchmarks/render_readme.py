@@ -78,8 +78,14 @@ def models(read: Read) -> Table:
     def column(name: str, adapter: str, conversion: str, *others: str) -> list[str]:
         chain, tree = (read(conversion)["dials"][f"exact {window}"] for window in ("chain", "tree"))
         by_kind = [next(chain[name] for name in names if name in chain) for names in kinds.values()]
-        figures = [*by_kind, chain["all"], tree["all"]]
-        return [name, adapter, *(f"{each['tokens_per_forward']:.2f}" for each in figures), *others]
+        quoting = read(conversion)["dials"].get("exact chain lookup=15", {}).get("all")
+        figures = [*by_kind, chain["all"], quoting, tree["all"]]
+        return [
+            name,
+            adapter,
+            *("" if each is None else f"{each['tokens_per_forward']:.2f}" for each in figures),
+            *others,
+        ]
 
     writing, *others = kinds
     columns = [
@@ -87,7 +93,7 @@ def models(read: Read) -> Table:
             "",
             "adapter",
             f"tokens per forward: {writing}",
-            *(f"… {kind}" for kind in (*others, "all", "all, windows as trees")),
+            *(f"… {kind}" for kind in (*others, "all", "all, drafts from the text too", "all, windows as trees")),
             "speed over `one-token`",
             "quality",
         ],

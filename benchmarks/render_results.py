@@ -161,6 +161,20 @@ def adapter(read: Read) -> Table:
     return [head, *map(line, sorted({row["batch_size"] for row in shapes[0]}))]
 
 
+def adapter_cpu(read: Read) -> Table:
+    rows = [row for row in read("adapter-speed-cpu")["rows"] if row["form"] != "merged"]
+    forms = list(dict.fromkeys(row["form"] for row in rows))
+
+    def line(size: int) -> list[str]:
+        found = [
+            find(rows, batch_size=size, window=window, form=form) for form in forms for window in ("one-token", "chain")
+        ]
+        return [str(size), *(f"{row['ms_per_step']:.2f} ({times(row['ratio'], 2)})" for row in found)]
+
+    head = ["requests", *(name for form in forms for name in (f"{form.removeprefix('gated, ')}, one-token", "chain"))]
+    return [head, *map(line, sorted({row["batch_size"] for row in rows}))]
+
+
 def decoders(read: Read) -> Table:
     rows = read("paper-decoders-h200")["rows"]
     named = {
@@ -356,6 +370,7 @@ TABLES: dict[str, Callable[[Read], Table]] = {
     "cpu-load": partial(cpu_load, name="cpu-speed-load"),
     "cpu-slow-memory": partial(cpu_load, name="cpu-speed-slow-memory"),
     "cpu-forms": cpu_forms,
+    "adapter-cpu": adapter_cpu,
 }
 
 

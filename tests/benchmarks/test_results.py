@@ -21,7 +21,7 @@ def render(*arguments: object, script: str = "render_results.py") -> subprocess.
     return subprocess.run([str(each) for each in command], text=True, capture_output=True, timeout=60, check=False)
 
 
-@pytest.mark.parametrize("script", ["render_results.py", "render_readme.py"])
+@pytest.mark.parametrize("script", ["render_results.py", "render_readme.py", "render_paper.py"])
 def test_the_page_is_up_to_date(script: str) -> None:
     done = render("--check", script=script)
     assert done.returncode == 0, done.stderr
