@@ -285,6 +285,20 @@ def test_one_slow_step_of_a_window_is_forgotten() -> None:
     assert costs(1, single) < costs(1, CHAIN) < costs(1, tree)
 
 
+@pytest.mark.parametrize("options", [{"dial": Dial("one-token")}, {"window": CHAIN}], ids=["one-token", "a window"])
+def test_costs_are_not_measured_for_requests_without_a_choice(options: dict) -> None:
+    """That takes a while, and nobody needs them."""
+    machine = Captured()
+    decoding = decoding_of(machine, GOOD)
+    request = Request([1, 2], **{"dial": Dial("exact"), "block_size": 4, **options})
+    decoding.sequences = [Sequence.of(request, tiny_checkpoint("llama"))]
+    for _ in range(20):
+        window = decoding.policy.choose(decoding.sequences)
+        decoding.costs.observe(1, window, 1.0)
+        decoding.policy.observe_step([window], 1, 1.0)
+    assert not machine.timed
+
+
 def test_longer_texts_than_were_measured_stop_no_windows() -> None:
     machine = Captured()
     machine.later = 20.0

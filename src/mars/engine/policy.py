@@ -368,8 +368,7 @@ class WindowPolicy:
         """What a step took that emitted so many tokens, if costs follow real steps."""
         window, count = windows[0], len(windows)
         speed = None
-        is_known = seconds < SURPRISE * self._cost(count, window)
-        if self._has_choice and window.masks and is_known:
+        if self._has_choice and window.masks and seconds < SURPRISE * self._cost(count, window):
             alone, taken = (max(each, self._host_seconds) for each in (self._cost(count, Window()), seconds))
             speed = tokens / taken * alone / count
         elif not window.masks:
